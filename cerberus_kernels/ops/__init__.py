@@ -1,0 +1,1 @@
+"""The operators, one folder each: api (docstring and checks), reference (the specification), native, triton."""

@@ -1,0 +1,1 @@
+"""Training loss of the draft heads."""

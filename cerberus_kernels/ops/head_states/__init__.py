@@ -1,0 +1,1 @@
+"""The draft heads: residual blocks on the last hidden state."""

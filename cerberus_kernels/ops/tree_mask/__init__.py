@@ -1,0 +1,5 @@
+"""Packed ancestor bits of draft trees."""
+
+from .api import tree_mask, unpack_mask
+
+__all__ = ["tree_mask", "unpack_mask"]

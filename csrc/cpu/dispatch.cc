@@ -1,0 +1,35 @@
+// cpu::<op>(args) runs the build of <op> for the level in use.
+#include "isa.h"
+#include "ops.h"
+
+namespace cerberus {
+
+#define CERBERUS_DECLARE(op, Args) void op(const Args& args);
+namespace isa_baseline {
+CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
+}
+#ifdef CERBERUS_X86_LEVELS
+namespace isa_avx2 {
+CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
+}
+namespace isa_avx512 {
+CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
+}
+#define CERBERUS_DEFINE(op, Args)                                    \
+  void op(const Args& args) {                                        \
+    switch (active_isa()) {                                          \
+      case Isa::avx512: return isa_avx512::op(args);                 \
+      case Isa::avx2: return isa_avx2::op(args);                     \
+      default: return isa_baseline::op(args);                        \
+    }                                                                \
+  }
+#else
+#define CERBERUS_DEFINE(op, Args) \
+  void op(const Args& args) { isa_baseline::op(args); }
+#endif
+
+namespace cpu {
+CERBERUS_CPU_OPERATORS(CERBERUS_DEFINE)
+}
+
+}  // namespace cerberus

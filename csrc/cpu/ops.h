@@ -1,0 +1,6 @@
+// The CPU operators, a line each. Adding one here gives it a run-time choice of instruction-set level.
+#pragma once
+
+#include "cerberus/tree_mask.h"
+
+#define CERBERUS_CPU_OPERATORS(X) X(tree_mask, TreeMaskArgs)

@@ -1,0 +1,1 @@
+"""The small reference decoder, its trained heads, and the command `cerberus`."""

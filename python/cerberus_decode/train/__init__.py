@@ -1,0 +1,1 @@
+"""Making data from the base model alone, and training draft heads on it."""
