@@ -1,0 +1,108 @@
+"""What trained heads are worth on held-out text: accuracies, the best static trees, and the gate's calibration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..heads import DraftHeads
+from .features import read_shard
+from .trainer import IGNORED, held_out, make_batch
+
+ROWS_PER_CHUNK = 512
+GATE_TREE_SIZES = (4, 8, 16, 32, 63)
+GATE_BINS = 12
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out positions: ``ranks`` int64 [T, K], rank of the right token among each head's k candidates, -1 when it
+    is not among them or there is none; ``entropy`` fp32 [T] in nats of the distribution of the root token; ``whole``
+    bool [T], whether all K targets exist."""
+
+    ranks: torch.Tensor
+    entropy: torch.Tensor
+    whole: torch.Tensor
+
+
+@torch.inference_mode()
+def held_out_ranks(heads: DraftHeads, full_vocab_weight: torch.Tensor, shards: list[Path]) -> HeldOut:
+    """Run bound fp32 heads over the held-out sequences of ``shards``."""
+    ranks, entropies, whole = [], [], []
+    for path in shards:
+        shard = read_shard(path)
+        batch = make_batch(shard, held_out(shard), heads.config.num_heads)
+        for first in range(0, len(batch.root), ROWS_PER_CHUNK):
+            rows = slice(first, first + ROWS_PER_CHUNK)
+            hidden, targets = batch.hidden[rows].float(), batch.targets[rows]
+            tokens, _ = heads.propose(hidden, batch.root[rows])
+            hits = tokens == targets.unsqueeze(-1)  # [T, K, k]
+            ranks.append(hits.int().argmax(-1).where(hits.any(-1), -1))
+            log_probs = (hidden @ full_vocab_weight.t()).log_softmax(-1)
+            entropies.append(-(log_probs.exp() * log_probs).sum(-1))
+            whole.append((targets != IGNORED).all(-1))
+    return HeldOut(torch.cat(ranks), torch.cat(entropies), torch.cat(whole))
+
+
+def accuracy_table(found: HeldOut, num_candidates: int) -> tuple[tuple[float, ...], ...]:
+    """Share of positions at which head i's candidate of each rank is right, ``[K][k]``."""
+    ranks = found.ranks[found.whole]
+    shares = (ranks.unsqueeze(-1) == torch.arange(num_candidates)).float().mean(0)
+    return tuple(tuple(round(value, 5) for value in row) for row in shares.tolist())
+
+
+def best_tree(found: HeldOut, num_drafts: int) -> tuple[list[tuple[int, ...]], list[float]]:
+    """The static tree whose nodes were accepted most often, best node first.
+
+    A node is a path of ranks, and it is accepted where the right tokens have exactly these ranks; the counts are of
+    whole paths, so no independence between heads is assumed. A prefix is accepted at least as often as the path, so
+    sorting by count keeps prefixes first.
+
+    Returns:
+        choices and, for each, the share of positions at which it is accepted; a sum of the first n shares is the
+        expected number of accepted drafts of the n-draft tree.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    ranks = found.ranks[found.whole].tolist()
+    for row in ranks:
+        path: tuple[int, ...] = ()
+        for rank in row:
+            if rank < 0:
+                break
+            path += (rank,)
+            counts[path] += 1
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))[:num_drafts]
+    return [path for path, _ in ordered], [round(count / max(1, len(ranks)), 5) for _, count in ordered]
+
+
+def accepted_drafts(found: HeldOut, choices: list[tuple[int, ...]]) -> torch.Tensor:
+    """Drafts accepted at every whole held-out position with the tree of ``choices``, int64 [T]."""
+    known = set(choices)
+    accepted = []
+    for row in found.ranks[found.whole].tolist():
+        depth = 0
+        while depth < len(row) and tuple(row[: depth + 1]) in known:
+            depth += 1
+        accepted.append(depth)
+    return torch.tensor(accepted)
+
+
+def gate_calibration(found: HeldOut, choices: list[tuple[int, ...]]) -> dict[str, Any]:
+    """Mean accepted drafts by entropy of the next-token distribution, for trees of several sizes.
+
+    Returns:
+        ``{"edges": [bins + 1], "accepted": {size: [bins]}}``; bins hold equally many positions.
+    """
+    entropy = found.entropy[found.whole]
+    edges = torch.quantile(entropy, torch.linspace(0, 1, GATE_BINS + 1))
+    bins = torch.bucketize(entropy, edges[1:-1])
+    table = {}
+    for size in GATE_TREE_SIZES:
+        accepted = accepted_drafts(found, choices[:size]).float()
+        means = [accepted[bins == b].mean().item() for b in range(GATE_BINS)]
+        table[str(size)] = [round(mean, 4) for mean in means]
+    return {"edges": [round(edge, 4) for edge in edges.tolist()], "accepted": table}
