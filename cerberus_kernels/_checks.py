@@ -47,9 +47,9 @@ def check_tensor(
     if dtypes is not None and value.dtype not in dtypes:
         refuse(op, argument, f"of dtype {' or '.join(map(_name, dtypes))}", _name(value.dtype))
     if shape is not None:
-        fits = len(shape) == value.ndim and all(
-            want is None or want == have for want, have in zip(shape, value.shape, strict=True)
-        )
+        fits = len(shape) == value.ndim
+        for want, have in zip(shape, value.shape, strict=False):
+            fits = fits and (want is None or want == have)
         if not fits:
             wanted = "[" + ", ".join("any" if want is None else str(want) for want in shape) + "]"
             refuse(op, argument, f"of shape {wanted}", list(value.shape))

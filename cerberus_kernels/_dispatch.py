@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,11 @@ NAMESPACE = "cerberus_kernels"
 BACKENDS = ("auto", "reference", "native", "triton")
 _library = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: dict[str, Operator] = {}
+_forced_backend = "auto"
+
+# Device type behind each of torch's dispatch keys; a ROCm tensor is a CUDA tensor to torch.
+_DEVICE_TYPES = {"CPU": "cpu", "CUDA": "cuda", "CompositeExplicitAutograd": "other"}
+_ORDER = {"cpu": ("native", "reference"), "cuda": ("native", "triton", "reference"), "other": ("reference",)}
 
 
 class BackendUnavailable(RuntimeError):
@@ -39,39 +43,52 @@ class Operator:
         implementations: dict[str, Callable[..., Any]],
         fake: Callable[..., Any],
     ) -> None:
+        if "str backend" not in schema:
+            raise ValueError(f"{name}: schema must hold 'str backend', got {schema!r}")
         self.name = name
         self.implementations = implementations
+        self._chosen: dict[tuple[str, str], Callable[..., Any]] = {}  # (device type, backend asked for)
         _library.define(name + schema)
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        for key, device_type in _DEVICE_TYPES.items():
+            _library.impl(name, self._runner(device_type), key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         self.call = getattr(getattr(torch.ops, NAMESPACE), name)
         OPERATORS[name] = self
 
-    def _run(self, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-        device = next(_device(value) for value in (*args, *kwargs.values()) if _device(value) is not None)
-        return self.implementations[self.backend_for(device, backend)](*args, **kwargs)
+    def _runner(self, device_type: str) -> Callable[..., Any]:
+        """What torch calls for tensors of one device type; this path runs in every step of every decoder."""
+        chosen = self._chosen
 
-    def backend_for(self, device: torch.device, backend: str = "auto") -> str:
-        """Name of the backend that runs a call on ``device``; an explicit name never falls back."""
+        def run(*args: Any, backend: str = "auto", **kwargs: Any) -> Any:
+            implementation = chosen.get((device_type, backend))
+            if implementation is None:
+                implementation = self.implementations[self.backend_for(device_type, backend)]
+                chosen[device_type, backend] = implementation
+            return implementation(*args, **kwargs)
+
+        return run
+
+    def forget_choices(self) -> None:
+        """Choose backends anew on the next call."""
+        self._chosen.clear()
+
+    def backend_for(self, device_type: str, backend: str = "auto") -> str:
+        """Name of the backend that runs a call on ``"cpu"``, ``"cuda"`` or ``"other"``; a name never falls back."""
         if backend == "auto":
-            backend = forced_backend()
+            backend = _forced_backend
         if backend == "auto":
-            order = ("native", "reference") if device.type == "cpu" else ("native", "triton", "reference")
-            return next(name for name in order if not self.why_unavailable(name, device.type))
-        reason = self.why_unavailable(backend, device.type)
+            return next(name for name in _ORDER[device_type] if not self.why_unavailable(name, device_type))
+        reason = self.why_unavailable(backend, device_type)
         if reason:
-            raise BackendUnavailable(f"{self.name}: backend {backend!r} is unavailable on {device.type}: {reason}")
+            raise BackendUnavailable(f"{self.name}: backend {backend!r} is unavailable on {device_type}: {reason}")
         return backend
 
-    @functools.cache  # noqa: B019  operators live as long as the process
     def why_unavailable(self, backend: str, device_type: str) -> str:
         """Why ``backend`` cannot run this operator on a device of this type; empty when it can."""
         if backend not in BACKENDS[1:]:
             raise ValueError(f"{self.name}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if backend not in self.implementations:
             return f"this operator has no {backend} implementation yet"
-        if backend == "reference":
-            return ""
         if backend == "native":
             if device_type != "cpu":
                 return f"the native library holds no {device_type} code"
@@ -80,13 +97,28 @@ class Operator:
 
 
 def forced_backend() -> str:
-    """Value of ``CERBERUS_BACKEND``, by default ``auto``."""
-    return os.environ.get("CERBERUS_BACKEND") or "auto"
+    """The backend that stands in for ``"auto"``: ``CERBERUS_BACKEND`` at import, or what `force_backend` set."""
+    return _forced_backend
 
 
-def _device(value: Any) -> torch.device | None:
-    if isinstance(value, torch.Tensor):
-        return value.device
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return value[0].device
-    return None
+def force_backend(backend: str | None = None) -> None:
+    """Let ``backend`` stand in for ``"auto"`` from now on.
+
+    Args:
+        backend: a name from `BACKENDS`; None reads ``CERBERUS_BACKEND`` again.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    global _forced_backend
+    origin = "backend"
+    if backend is None:
+        backend, origin = os.environ.get("CERBERUS_BACKEND") or "auto", "CERBERUS_BACKEND"
+    if backend not in BACKENDS:
+        raise ValueError(f"{origin} must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    _forced_backend = backend
+    for operator in OPERATORS.values():
+        operator.forget_choices()
+
+
+force_backend()
