@@ -5,14 +5,21 @@ the tensors' device; see docs/design.md for how, and ``cerberus info`` for what 
 """
 
 from ._dispatch import BackendUnavailable
+from .ops.gate import GateDecision, GateWeights, gate
+from .ops.head_topk import Candidates, head_topk
 from .ops.tree_mask import tree_mask, unpack_mask
 from .tree import Tree
 from .version import __version__
 
 __all__ = [
     "BackendUnavailable",
+    "Candidates",
+    "GateDecision",
+    "GateWeights",
     "Tree",
     "__version__",
+    "gate",
+    "head_topk",
     "tree_mask",
     "unpack_mask",
 ]
