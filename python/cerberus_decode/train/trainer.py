@@ -152,12 +152,13 @@ class Trainer:
         """One optimiser step; returns the loss, and per head how many targets were its best candidate, of how many."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.learning_rate * rate_factor(self.step, total_steps)
-        hidden = batch.hidden.float()
+        hidden, soft = batch.hidden.float(), self.options.soft_weight > 0
         loss, correct, counted = ck.head_loss(
             self.states(hidden, batch.root),
             self.vocab_weight,
             self.row_of_token[batch.targets],
-            teacher_states=hidden[batch.teacher_rows] if self.options.soft_weight > 0 else None,
+            teacher_states=hidden if soft else None,
+            teacher_index=batch.teacher_rows if soft else None,
             head_weights=self.head_weights,
             soft_weight=self.options.soft_weight,
             return_correct=True,
