@@ -6,6 +6,8 @@ the tensors' device; see docs/design.md for how, and ``cerberus info`` for what 
 
 from ._dispatch import BackendUnavailable
 from .ops.gate import GateDecision, GateWeights, gate
+from .ops.head_loss import head_loss
+from .ops.head_states import head_states
 from .ops.head_topk import Candidates, head_topk
 from .ops.tree_mask import tree_mask, unpack_mask
 from .tree import Tree
@@ -19,6 +21,8 @@ __all__ = [
     "Tree",
     "__version__",
     "gate",
+    "head_loss",
+    "head_states",
     "head_topk",
     "tree_mask",
     "unpack_mask",

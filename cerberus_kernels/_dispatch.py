@@ -55,6 +55,14 @@ class Operator:
         self.call = getattr(getattr(torch.ops, NAMESPACE), name)
         OPERATORS[name] = self
 
+    def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+        """Give the operator a gradient; both functions as ``torch.library.register_autograd`` takes them.
+
+        Tensors among the operator's arguments must not be keyword-only for this.
+        """
+        name = f"{NAMESPACE}::{self.name}"
+        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
+
     def _runner(self, device_type: str) -> Callable[..., Any]:
         """What torch calls for tensors of one device type; this path runs in every step of every decoder."""
         chosen = self._chosen

@@ -1,1 +1,5 @@
 """Training loss of the draft heads."""
+
+from .api import head_loss
+
+__all__ = ["head_loss"]
