@@ -5,10 +5,12 @@ the tensors' device; see docs/design.md for how, and ``cerberus info`` for what 
 """
 
 from ._dispatch import BackendUnavailable
+from .ops.commit_kv import commit_kv
 from .ops.gate import GateDecision, GateWeights, gate
 from .ops.head_loss import head_loss
 from .ops.head_states import head_states
 from .ops.head_topk import Candidates, head_topk
+from .ops.tree_attention import tree_attention
 from .ops.tree_mask import tree_mask, unpack_mask
 from .tree import Tree
 from .version import __version__
@@ -20,10 +22,12 @@ __all__ = [
     "GateWeights",
     "Tree",
     "__version__",
+    "commit_kv",
     "gate",
     "head_loss",
     "head_states",
     "head_topk",
+    "tree_attention",
     "tree_mask",
     "unpack_mask",
 ]
