@@ -12,6 +12,7 @@ from .ops.head_states import head_states
 from .ops.head_topk import Candidates, head_topk
 from .ops.tree_attention import tree_attention
 from .ops.tree_mask import tree_mask, unpack_mask
+from .ops.verify_tree import Verdict, VerifyStatus, verify_tree
 from .tree import Tree
 from .version import __version__
 
@@ -21,6 +22,8 @@ __all__ = [
     "GateDecision",
     "GateWeights",
     "Tree",
+    "Verdict",
+    "VerifyStatus",
     "__version__",
     "commit_kv",
     "gate",
@@ -30,4 +33,5 @@ __all__ = [
     "tree_attention",
     "tree_mask",
     "unpack_mask",
+    "verify_tree",
 ]

@@ -1,0 +1,185 @@
+"""verify_tree: refusals in words, torch schema, compilation."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import cerberus_kernels as ck
+from cerberus_kernels.testing import T5
+
+
+@pytest.fixture(params=["reference"])
+def backend(request) -> str:
+    return request.param
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def call(**changes):
+    arguments = {
+        "logits": torch.zeros(2, 5, 8),
+        "draft_tokens": torch.zeros(2, 5, dtype=torch.int32),
+        "parents": int32(T5),
+        **changes,
+    }
+    return ck.verify_tree(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["sample", "rejection"])
+def test_modes_to_come_are_refused_in_words(backend, mode):
+    message = "mode must be 'greedy' (code 0) or 'typical' (code 1), the modes that work now, got"
+    with pytest.raises(ValueError, match=re.escape(f"{message} '{mode}'")):
+        call(mode=mode, backend=backend)
+    code = {"sample": 2, "rejection": 3}[mode]
+    with pytest.raises(ValueError, match=re.escape(f"{message} {code} in row 1")):
+        call(mode=["greedy", mode], backend=backend)
+    with pytest.raises(ValueError, match=re.escape(f"{message} {code} in row 0")):
+        call(mode=int32([code, 0]), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"logits": torch.zeros(2, 5, 8, dtype=torch.float64)},
+            "logits must be of dtype float32 or bfloat16 or float16",
+        ),
+        ({"logits": torch.zeros(5, 8)}, "logits must be 3-dimensional"),
+        ({"logits": torch.zeros(2, 8, 5).mT}, "logits must be contiguous in its last dimension"),
+        ({"logits": torch.zeros(2, 0, 8)}, "logits must be of shape [B, N, V'] with N >= 1, got [2, 0, 8]"),
+        ({"logits": torch.zeros(2, 5, 0)}, "vocab_size must be in [1, 0]"),
+        ({"draft_tokens": torch.zeros(2, 4, dtype=torch.int32)}, "draft_tokens must be of shape [2, 5], got [2, 4]"),
+        ({"draft_tokens": torch.zeros(2, 5)}, "draft_tokens must be of dtype int32 or int64, got float32"),
+        ({"parents": int32([-1, 0])}, "parents must be of shape [5], got [2]"),
+        ({"parents": torch.tensor(T5)}, "parents must be of dtype int32, got int64"),
+        ({"num_nodes": int32([5])}, "num_nodes must be of shape [2], got [1]"),
+        ({"num_nodes": int32([5, 6])}, "num_nodes must be in [1, 5], got 6 in row 1"),
+        ({"num_nodes": int32([0, 5])}, "num_nodes must be in [1, 5], got 0 in row 0"),
+        ({"vocab_size": 9}, "vocab_size must be in [1, 8], the columns of logits, got 9"),
+        ({"vocab_size": 0}, "vocab_size must be in [1, 8], the columns of logits, got 0"),
+        ({"max_depth": -1}, "max_depth must be >= 0, got -1"),
+        ({"mode": "medusa"}, "got 'medusa'"),
+        ({"mode": 1}, "mode must be a name, a list of names or a tensor of codes, got 1"),
+        ({"mode": ["greedy"]}, "mode must be of shape [2], got [1]"),
+        ({"mode": ["greedy", "typicall"]}, "got 'typicall'"),
+        ({"temperature": -0.5}, "temperature must be finite and >= 0, got -0.5"),
+        ({"temperature": float("nan")}, "temperature must be finite and >= 0, got nan"),
+        ({"temperature": torch.tensor([1.0, float("nan")])}, "temperature must be finite and >= 0, got nan in row 1"),
+        ({"temperature": torch.tensor([-1.0, 1.0])}, "temperature must be finite and >= 0, got -1.0 in row 0"),
+        ({"temperature": torch.ones(2).double()}, "temperature must be of dtype float32, got float64"),
+        ({"temperature": torch.ones(3)}, "temperature must be of shape [2], got [3]"),
+        ({"top_k": -1}, "top_k must be >= 0, where 0 keeps all, got -1"),
+        ({"top_k": 1.5}, "top_k must be int or a tensor [2], got 1.5"),
+        ({"top_p": 0.0}, "top_p must be in (0, 1], got 0.0"),
+        ({"top_p": 1.5}, "top_p must be in (0, 1], got 1.5"),
+        ({"min_p": 1.5}, "min_p must be in [0, 1], got 1.5"),
+        ({"epsilon": -0.1}, "epsilon must be in [0, 1], got -0.1"),
+        ({"delta": float("inf")}, "delta must be finite and >= 0, got inf"),
+        ({"seed": 2**63}, "seed must be in [-2**63, 2**63)"),
+        ({"position": -1}, "position must be in [0, 2**63), got -1"),
+        ({"position": torch.tensor([3, -1])}, "position must be in [0, 2**63), got -1 in row 1"),
+        ({"drafting": "random"}, "drafting must be one of deterministic, iid, without_replacement, got 'random'"),
+        ({"draft_probs": torch.zeros(2, 5, 8)}, "draft_probs must be None unless mode is 'rejection'"),
+        ({"backend": "cuda"}, "backend must be one of auto, reference, native, triton, got 'cuda'"),
+    ],
+)
+def test_refusals_name_argument_constraint_and_value(backend, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**{"backend": backend, **changes})
+
+
+def ragged(**changes):
+    arguments = {
+        "logits": torch.zeros(6, 8),
+        "draft_tokens": torch.zeros(6, dtype=torch.int32),
+        "parents": int32([*T5, -1]),
+        "cu_nodes": int32([0, 5, 6]),
+        "max_depth": 2,
+        **changes,
+    }
+    return ck.verify_tree(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_depth": None}, "max_depth must be given with cu_nodes, got None"),
+        ({"num_nodes": int32([5, 1])}, "num_nodes must be None with cu_nodes"),
+        ({"cu_nodes": int32([0, 5, 7])}, "cu_nodes must be rising from 0 to at most 6, got [0, 5, 7]"),
+        ({"cu_nodes": int32([1, 5, 6])}, "cu_nodes must be rising from 0 to at most 6, got [1, 5, 6]"),
+        ({"cu_nodes": int32([0, 5, 5])}, "cu_nodes must be rising from 0 to at most 6, got [0, 5, 5]"),
+        ({"cu_nodes": int32([0, -5, 6])}, "cu_nodes must be rising from 0 to at most 6, got [0, -5, 6]"),
+        ({"cu_nodes": torch.tensor([0, 5, 6])}, "cu_nodes must be of dtype int32, got int64"),
+        ({"cu_nodes": int32([])}, "cu_nodes must be of shape [B + 1], got [0]"),
+        ({"parents": int32([T5])}, "parents must be 1-dimensional"),
+    ],
+)
+def test_ragged_refusals(backend, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ragged(backend=backend, **changes)
+
+
+def verdict_of(batch: int, depth: int) -> ck.Verdict:
+    return ck.Verdict(
+        torch.zeros(batch, depth + 1, dtype=torch.int32),
+        torch.zeros(batch, dtype=torch.int32),
+        torch.zeros(batch, depth + 1, dtype=torch.int32),
+        torch.zeros(batch),
+        torch.zeros(batch, dtype=torch.uint8),
+    )
+
+
+def test_out_must_fit():
+    with pytest.raises(ValueError, match=re.escape("out.tokens must be of shape [2, 5], got [2, 4]")):
+        call(out=verdict_of(2, 3))
+    with pytest.raises(ValueError, match=re.escape("out.path must be contiguous")):
+        call(out=verdict_of(2, 4)._replace(path=torch.zeros(2, 9, dtype=torch.int32)[:, :5]))
+    with pytest.raises(ValueError, match=re.escape("out.status must be of dtype uint8, got int32")):
+        call(out=verdict_of(2, 4)._replace(status=int32([0, 0])))
+
+
+def operands(batch: int) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(batch, 5, 40, generator=generator)[..., :33]
+    drafts = torch.randint(33, (batch, 7), generator=generator)[:, 1:6]
+    scalars = (1, 0.8, 0, 1.0, 0.0, 0.09, 0.3, 7, 3)
+    rows = (None, torch.ones(batch), None, None, None, None, None, torch.arange(batch), None)
+    return (logits, drafts, int32(T5), None, None, 33, 4, *scalars, *rows)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree.default, operands(3))
+    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree_out.default, (*operands(3), *verdict_of(3, 4)))
+
+
+def test_compiles_whole(backend):
+    def step(logits, drafts, temperature, out):
+        first = ck.verify_tree(logits, drafts, int32(T5), backend=backend)
+        second = ck.verify_tree(
+            logits, drafts, int32(T5), mode=["greedy", "typical"], temperature=temperature, out=out, backend=backend
+        )
+        return first.tokens + 1, first.entropy, second.tokens + 1
+
+    logits, drafts = torch.randn(2, 5, 33), torch.randint(33, (2, 5))
+    temperature, out = torch.tensor([1.0, 0.7]), verdict_of(2, 4)
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    for actual, expected in zip(
+        compiled(logits, drafts, temperature, out), step(logits, drafts, temperature, verdict_of(2, 4)), strict=True
+    ):
+        assert torch.equal(actual, expected)
+    assert torch.equal(out.tokens + 1, expected)
+
+
+def test_numbers_and_tensors_of_numbers_mean_the_same(backend):
+    logits, drafts = torch.randn(2, 5, 33), torch.randint(33, (2, 5))
+    numbers = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "epsilon": 0.2, "delta": 0.4}
+    counts = {"top_k": 20, "seed": 11, "position": 5}
+    tensors = {name: torch.full((2,), value) for name, value in {**numbers, **counts}.items()}
+    scalars = call(logits=logits, draft_tokens=drafts, mode="typical", backend=backend, **numbers, **counts)
+    rows = call(logits=logits, draft_tokens=drafts, mode=int32([1, 1]), backend=backend, **tensors)
+    assert all(torch.equal(a, b) for a, b in zip(scalars, rows, strict=True))
