@@ -10,6 +10,7 @@ from .ops.gate import GateDecision, GateWeights, gate
 from .ops.head_loss import head_loss
 from .ops.head_states import head_states
 from .ops.head_topk import Candidates, head_topk
+from .ops.packed_linear import PackedWeight, pack_linear, packed_linear, unpack_linear
 from .ops.tree_attention import tree_attention
 from .ops.tree_mask import tree_mask, unpack_mask
 from .ops.verify_tree import Verdict, VerifyStatus, verify_tree
@@ -21,6 +22,7 @@ __all__ = [
     "Candidates",
     "GateDecision",
     "GateWeights",
+    "PackedWeight",
     "Tree",
     "Verdict",
     "VerifyStatus",
@@ -30,8 +32,11 @@ __all__ = [
     "head_loss",
     "head_states",
     "head_topk",
+    "pack_linear",
+    "packed_linear",
     "tree_attention",
     "tree_mask",
+    "unpack_linear",
     "unpack_mask",
     "verify_tree",
 ]

@@ -1,6 +1,9 @@
 // The CPU operators, a line each. Adding one here gives it a run-time choice of instruction-set level.
 #pragma once
 
+#include "cerberus/packed_linear.h"
 #include "cerberus/tree_mask.h"
 
-#define CERBERUS_CPU_OPERATORS(X) X(tree_mask, TreeMaskArgs)
+#define CERBERUS_CPU_OPERATORS(X)    \
+  X(packed_linear, PackedLinearArgs) \
+  X(tree_mask, TreeMaskArgs)

@@ -1,0 +1,242 @@
+// packed_linear on the CPU: threads split the panels; a panel is worked in blocks that stay in the first-level cache
+// while every tile of rows passes over them. An output is summed by one thread, input after input, whatever the
+// number of rows or threads, so a row's result depends on nothing but the row.
+#include "cerberus/packed_linear.h"
+
+#include "parallel.h"
+
+#if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
+#include <immintrin.h>
+#endif
+
+namespace cerberus::CERBERUS_ISA {
+namespace {
+
+#define CERBERUS_INLINE inline __attribute__((always_inline))
+
+#if defined(CERBERUS_LEVEL_avx512)
+constexpr int kLanes = 16, kTileRows = 8;
+#elif defined(CERBERUS_LEVEL_avx2)
+constexpr int kLanes = 8, kTileRows = 4;
+#else
+constexpr int kLanes = 4, kTileRows = 4;
+#endif
+// A full tile is kTileRows x kTileVectors accumulators; with a row or two there is room for twice the columns.
+constexpr int kTileVectors = 3;
+constexpr int kPanelVectors = kPanelWidth / kLanes;
+constexpr int kWideVectors = kPanelVectors < 6 ? kPanelVectors : 6;
+
+constexpr int64_t kStepElements = kStepDepth * kPanelWidth;
+// Steps of a block: 18 KiB of 16-bit weights.
+constexpr int64_t kBlockSteps = 96;
+constexpr int64_t kRowBlock = 64;
+
+typedef float Vector __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+
+CERBERUS_INLINE Vector load(const float* from) {
+  Vector value;
+  __builtin_memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+CERBERUS_INLINE void store(float* to, Vector value) { __builtin_memcpy(to, &value, sizeof(value)); }
+
+// kLanes weights of input kPhase of a step, from output `column` of the panel on.
+template <int kPhase>
+CERBERUS_INLINE Vector weights(const float* step, int64_t column) {
+  return load(step + kPhase * kPanelWidth + column);
+}
+
+template <int kPhase>
+CERBERUS_INLINE Vector weights(const BFloat16* step, int64_t column) {
+  Words words;
+  __builtin_memcpy(&words, step + kStepDepth * column, sizeof(words));
+  if (kPhase == 0) return reinterpret_cast<Vector>(words << 16);
+  return reinterpret_cast<Vector>(words & 0xffff0000u);
+}
+
+template <int kPhase>
+CERBERUS_INLINE Vector weights(const Half* step, int64_t column) {
+  const Half* from = step + kPhase * kPanelWidth + column;
+#if defined(CERBERUS_LEVEL_avx512)
+  // The unmasked form reads an undefined register, of which GCC 12 warns.
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(CERBERUS_LEVEL_avx2)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Vector value;
+  for (int lane = 0; lane < kLanes; ++lane) value[lane] = to_float(from[lane]);
+  return value;
+#endif
+}
+
+// A part of the weights to bring near while a tile is summed: `stride` bytes further at each step.
+struct Ahead {
+  const char* from;
+  int64_t stride;
+};
+
+template <int kPhase, int kRows, int kVectors, typename T>
+CERBERUS_INLINE void accumulate(const float* x, int64_t x_stride, const T* step, int64_t column,
+                                Vector (&sums)[kRows][kVectors]) {
+  if (kRows < kVectors) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector weight = weights<kPhase>(step, column + v * kLanes);
+      for (int r = 0; r < kRows; ++r) sums[r][v] += weight * x[r * x_stride + kPhase];
+    }
+  } else {
+    Vector weight[kVectors];
+    for (int v = 0; v < kVectors; ++v) weight[v] = weights<kPhase>(step, column + v * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight[v] * x[r * x_stride + kPhase];
+    }
+  }
+}
+
+// Adds `steps` steps of a panel to kRows x (kVectors * kLanes) sums, which lie kPanelWidth apart.
+template <int kRows, int kVectors, typename T>
+CERBERUS_INLINE void tile(const float* x, int64_t x_stride, const T* panel, int64_t column, int64_t steps,
+                          bool first, float* total, Ahead ahead) {
+  Vector sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      sums[r][v] = first ? Vector{} : load(total + r * kPanelWidth + column + v * kLanes);
+    }
+  }
+  for (int64_t s = 0; s < steps; ++s) {
+    __builtin_prefetch(ahead.from, 0, 2);
+    ahead.from += ahead.stride;
+    accumulate<0>(x, x_stride, panel, column, sums);
+    accumulate<1>(x, x_stride, panel, column, sums);
+    x += kStepDepth;
+    panel += kStepElements;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(total + r * kPanelWidth + column + v * kLanes, sums[r][v]);
+  }
+}
+
+constexpr int vectors_for(int rows) { return 2 * rows <= kTileRows ? kWideVectors : kTileVectors; }
+
+// kRows rows over a whole panel.
+template <int kRows, typename T>
+void panel_rows(const float* x, int64_t x_stride, const T* panel, int64_t steps, bool first, float* total,
+                Ahead& ahead) {
+  constexpr int kVectors = vectors_for(kRows);
+  for (int v = 0; v < kPanelVectors; v += kVectors) {
+    tile<kRows, kVectors>(x, x_stride, panel, v * kLanes, steps, first, total, ahead);
+    ahead.from += ahead.stride * steps;
+  }
+}
+
+template <typename T>
+using PanelRows = void (*)(const float*, int64_t, const T*, int64_t, bool, float*, Ahead&);
+
+template <typename T>
+CERBERUS_INLINE PanelRows<T> panel_rows_for(int64_t rows) {
+  switch (rows) {
+    case 1: return panel_rows<1, T>;
+    case 2: return panel_rows<2, T>;
+    case 3: return panel_rows<3, T>;
+#if defined(CERBERUS_LEVEL_avx512)
+    case 4: return panel_rows<4, T>;
+    case 5: return panel_rows<5, T>;
+    case 6: return panel_rows<6, T>;
+    case 7: return panel_rows<7, T>;
+#endif
+    default: return panel_rows<kTileRows, T>;
+  }
+}
+
+// Passes over a block that `rows` rows take.
+CERBERUS_INLINE int64_t num_passes(int64_t rows) {
+  const int64_t rest = rows % kTileRows;
+  const int64_t full = rows / kTileRows * (kPanelVectors / vectors_for(kTileRows));
+  return full + (rest > 0 ? kPanelVectors / vectors_for(static_cast<int>(rest)) : 0);
+}
+
+// out[r, c] = round(total[r, c] + bias[c]) for the panel's outputs.
+template <typename T, typename Out>
+CERBERUS_INLINE void write(const float* total, const T* bias, int64_t rows, int64_t columns, int64_t out_stride,
+                           Out* out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (bias) {
+      for (int64_t c = 0; c < columns; ++c) out[c] = from_float<Out>(total[c] + to_float(bias[c]));
+    } else {
+      for (int64_t c = 0; c < columns; ++c) out[c] = from_float<Out>(total[c]);
+    }
+    total += kPanelWidth;
+    out += out_stride;
+  }
+}
+
+template <typename T, typename Out>
+void panels(const PackedLinearArgs& args, int64_t first_panel, int64_t last_panel) {
+  const T* packed = static_cast<const T*>(args.panels);
+  const T* bias = static_cast<const T*>(args.bias);
+  Out* out = static_cast<Out*>(args.out);
+  const int64_t x_stride = packed_linear_scratch_stride(args.in_features);
+  const int64_t steps = num_steps(args.in_features);
+  alignas(64) float total[kRowBlock * kPanelWidth];
+
+  for (int64_t p = first_panel; p < last_panel; ++p) {
+    const int64_t column = p * kPanelWidth;
+    const int64_t columns = args.out_features - column < kPanelWidth ? args.out_features - column : kPanelWidth;
+    for (int64_t row = 0; row < args.rows; row += kRowBlock) {
+      const int64_t rows = args.rows - row < kRowBlock ? args.rows - row : kRowBlock;
+      const int64_t passes = num_passes(rows);
+      for (int64_t step = 0; step < steps; step += kBlockSteps) {
+        const int64_t count = steps - step < kBlockSteps ? steps - step : kBlockSteps;
+        const T* block = packed + (p * steps + step) * kStepElements;
+        Ahead ahead{reinterpret_cast<const char*>(block + count * kStepElements),
+                    static_cast<int64_t>(sizeof(T)) * kStepElements / passes};
+        const float* x = args.scratch + row * x_stride + step * kStepDepth;
+        for (int64_t r = 0; r < rows; r += kTileRows) {
+          panel_rows_for<T>(rows - r)(x + r * x_stride, x_stride, block, count, step == 0,
+                                      total + r * kPanelWidth, ahead);
+        }
+      }
+      write(total, bias ? bias + column : bias, rows, columns, args.out_features,
+            out + row * args.out_features + column);
+    }
+  }
+}
+
+template <typename T>
+void copy_rows(const PackedLinearArgs& args) {
+  const int64_t stride = packed_linear_scratch_stride(args.in_features);
+  const int64_t padded = num_steps(args.in_features) * kStepDepth;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const T* from = static_cast<const T*>(args.x) + row * args.x_stride;
+    float* to = args.scratch + row * stride;
+    for (int64_t i = 0; i < args.in_features; ++i) to[i] = to_float(from[i]);
+    for (int64_t i = args.in_features; i < padded; ++i) to[i] = 0.0f;
+  }
+}
+
+template <typename T>
+void run(const PackedLinearArgs& args) {
+  copy_rows<T>(args);
+  // A thread is worth waking for some 32 thousand multiplications per row of x.
+  const int64_t panel_work = args.in_features * kPanelWidth * (1 + args.rows / 4);
+  cpu::parallel_for(num_panels(args.out_features), 1 + 32768 / panel_work, [&](int64_t first, int64_t last) {
+    if (args.out_dtype == args.dtype) {
+      panels<T, T>(args, first, last);
+    } else {
+      panels<T, float>(args, first, last);
+    }
+  });
+}
+
+}  // namespace
+
+void packed_linear(const PackedLinearArgs& args) {
+  switch (args.dtype) {
+    case DType::f32: return run<float>(args);
+    case DType::f16: return run<Half>(args);
+    case DType::bf16: return run<BFloat16>(args);
+  }
+}
+
+}  // namespace cerberus::CERBERUS_ISA
