@@ -9,9 +9,21 @@ from typing import Any
 import torch
 
 from . import _native
+from .version import __version__
 
 NAMESPACE = "cerberus_kernels"
 BACKENDS = ("auto", "reference", "native", "triton")
+MINIMUM_TORCH = (2, 11)
+
+
+def check_torch_version(version: str) -> None:
+    """Raise ImportError with both versions when torch is older than the oldest that is supported."""
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_TORCH:
+        oldest = ".".join(map(str, MINIMUM_TORCH))
+        raise ImportError(f"cerberus_kernels {__version__} needs torch {oldest} or newer, found {version}")
+
+
+check_torch_version(torch.__version__)
 _library = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: dict[str, Operator] = {}
 _forced_backend = "auto"

@@ -1,0 +1,68 @@
+# Everything runs in .venv, made on first use. PYTHON names the interpreter it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+NATIVE := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+PACKAGE := pyproject.toml setup.py CMakeLists.txt $(NATIVE)
+QUICK_BENCH := --benchmark-only --benchmark-min-rounds=1 --benchmark-max-time=0.05 --benchmark-warmup=off
+
+.PHONY: help build lint format test bench bench-quick demo clean distclean
+
+help:
+	@echo "make build        compile and install into .venv"
+	@echo "make demo         generate text, then compare decoding methods in a table"
+	@echo "make test         run the tests"
+	@echo "make lint         check style and types; make format fixes the style"
+	@echo "make bench        time every operator against its reference; bench-quick only runs each once"
+	@echo "make clean        remove what was built; distclean removes .venv too"
+
+build: $(VENV)/decode.stamp
+
+# torch comes first and alone: left to the package's open range, pip would fetch the newest build with its CUDA part.
+$(VENV)/torch.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy
+	@touch $@
+
+$(VENV)/decode.stamp: $(VENV)/torch.stamp $(PACKAGE)
+	$(PIP) -e '.[decode]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGE)
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/decode.stamp $@
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(wildcard tests/cpp/*.cc)
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE) $(wildcard tests/cpp/*.cc)
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest bench --benchmark-only
+
+bench-quick: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest bench $(QUICK_BENCH)
+
+demo: $(VENV)/decode.stamp
+	$(BIN)/cerberus generate --prompt "Explain in three sentences why the sky is blue." --max-new-tokens 96
+	$(BIN)/cerberus bench --limit 4 --max-new-tokens 64
+
+clean:
+	rm -rf build dist *.egg-info python/*.egg-info cerberus_kernels/lib .pytest_cache .mypy_cache .ruff_cache .benchmarks
+	rm -f $(VENV)/decode.stamp $(VENV)/dev.stamp
+
+distclean: clean
+	rm -rf $(VENV)
