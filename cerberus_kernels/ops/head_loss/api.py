@@ -8,7 +8,7 @@ import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
-from . import reference
+from . import native, reference
 
 INTEGERS = (torch.int64, torch.int32)
 # Logits that exist at a time by default, in elements: 64 MiB of fp32.
@@ -62,7 +62,7 @@ _operator = Operator(
     "(Tensor states, Tensor vocab_weight, Tensor targets, Tensor? teacher_logits, Tensor? teacher_states, "
     "Tensor? teacher_index, Tensor? head_weights, float soft_weight, int chunk_tokens, bool needs_states, "
     'bool needs_vocab_weight, *, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
-    {"reference": reference.loss_and_gradients},
+    {"reference": reference.loss_and_gradients, "native": native.head_loss},
     _fake,
 )
 _operator.differentiate(_backward, _save)

@@ -8,7 +8,7 @@ import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
-from . import reference
+from . import native, reference
 
 
 def _fake(
@@ -38,7 +38,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
 _operator = Operator(
     "head_states",
     '(Tensor hidden, Tensor weight, Tensor bias, Tensor? root_embedding=None, *, str backend="auto") -> Tensor',
-    {"reference": _contiguous},
+    {"reference": _contiguous, "native": native.head_states},
     _fake,
 )
 _operator.differentiate(_backward, _save)
