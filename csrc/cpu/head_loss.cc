@@ -1,5 +1,5 @@
-// head_loss on the CPU: three passes over a row of logits that stays in the cache: maximum, exponentials and their
-// sum, gradient. One thread does a whole row, so sums do not depend on the thread count.
+// head_loss on the CPU: three passes over a row of logits that stays in the cache: maximum, exponentials and
+// their sum, gradient. One thread does a whole row, so sums do not depend on the thread count.
 #include "cerberus/head_loss.h"
 
 #include "parallel.h"
@@ -25,8 +25,8 @@ inline __attribute__((always_inline)) float row_maximum(const float* logits, int
 
 // Exponentials of logits - top: their sum, and with a teacher its dot product with logits - top.
 template <bool kSoft, bool kStore>
-inline __attribute__((always_inline)) void exponentials(float* logits, const float* teacher, int64_t vocab, float top,
-                                                        float* sum, float* dot) {
+inline __attribute__((always_inline)) void exponentials(float* logits, const float* teacher, int64_t vocab,
+                                                        float top, float* sum, float* dot) {
   Floats sums[2] = {Floats{}, Floats{}}, dots[2] = {Floats{}, Floats{}};
   const Floats tops = splat(top);
   int64_t v = 0;

@@ -16,8 +16,8 @@ void check_row_vector(const char* name, const TensorView& tensor, int64_t rows) 
 void check_index(const char* name, const int64_t* values, int64_t rows, int64_t size) {
   for (int64_t row = 0; row < rows; ++row) {
     if (values[row] < 0 || values[row] >= size) {
-      TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must lie in [0, " << size << "), got " << values[row]
-                                << " in row " << row;
+      TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must lie in [0, " << size << "), got "
+                                << values[row] << " in row " << row;
     }
   }
 }

@@ -7,8 +7,8 @@ namespace {
 
 constexpr const char* kOp = "head_states";
 
-void head_states(TensorView hidden, TensorView weight, TensorView bias, Optional<TensorView> root, TensorView scratch,
-                 TensorView out) {
+void head_states(TensorView hidden, TensorView weight, TensorView bias, Optional<TensorView> root,
+                 TensorView scratch, TensorView out) {
   HeadStatesArgs args{};
   check_ndim(kOp, "hidden", hidden, 2);
   check_ndim(kOp, "weight", weight, 4);

@@ -14,17 +14,8 @@ def row_loss(logits: torch.Tensor, rows: Rows, needs_gradient: bool) -> tuple[to
     """The contract of ``reference.RowLoss``."""
     loss = logits.new_empty(logits.shape[0])
     correct = torch.empty(logits.shape[0], dtype=torch.bool)
-    function("head_loss")(
-        logits,
-        rows.targets,
-        rows.scale,
-        rows.teacher,
-        rows.teacher_row,
-        rows.soft_weight,
-        needs_gradient,
-        loss,
-        correct,
-    )
+    teacher = (rows.teacher, rows.teacher_row, rows.soft_weight)
+    function("head_loss")(logits, rows.targets, rows.scale, *teacher, needs_gradient, loss, correct)
     return loss, correct
 
 

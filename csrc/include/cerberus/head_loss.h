@@ -8,10 +8,10 @@
 namespace cerberus {
 
 struct HeadLossArgs {
-  float* logits;               // [rows, vocab], contiguous; with needs_gradient becomes the scaled loss' gradient
-  const int64_t* targets;      // [rows], each in [0, vocab)
-  const float* scale;          // [rows], factor of the row's gradient
-  const float* teacher;        // [any, vocab] probabilities, contiguous, or null
+  float* logits;           // [rows, vocab], contiguous; with needs_gradient becomes the scaled loss' gradient
+  const int64_t* targets;  // [rows], each in [0, vocab)
+  const float* scale;      // [rows], factor of the row's gradient
+  const float* teacher;    // [any, vocab] probabilities, contiguous, or null
   const int64_t* teacher_row;  // [rows], row of teacher; null without teacher
   float* loss;                 // [rows], written, not scaled
   bool* correct;               // [rows], written: the target is the row's first maximum

@@ -7,8 +7,8 @@
 
 namespace cerberus {
 
-// Vectors may come in any of the three float types, each with its own. Strides are in elements; the last dimension is
-// contiguous everywhere.
+// Vectors may come in any of the three float types, each with its own. Strides are in elements; the last
+// dimension is contiguous everywhere.
 struct HeadStatesArgs {
   const void* hidden;  // [batch, width]
   const void* weight;  // [blocks, heads, width, columns], columns = 2 * width (linked) or width
