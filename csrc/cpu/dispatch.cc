@@ -1,5 +1,5 @@
 // cpu::<op>(args) runs the build of <op> for the level in use.
-#include "isa.h"
+#include "cerberus/isa.h"
 #include "ops.h"
 
 namespace cerberus {

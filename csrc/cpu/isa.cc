@@ -1,5 +1,5 @@
 // Choice of the instruction-set level; compiled for the baseline only.
-#include "isa.h"
+#include "cerberus/isa.h"
 
 #include <atomic>
 #include <cstdlib>

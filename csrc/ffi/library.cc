@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "isa.h"
+#include "cerberus/isa.h"
 #include "parallel.h"
 #include "tensors.h"
 
