@@ -1,0 +1,5 @@
+"""`cerberus train`."""
+
+
+def train() -> None:
+    """Train heads."""
