@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -209,7 +210,8 @@ def quiet_transformers() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # one bar asks no switch
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

@@ -201,7 +201,7 @@ class DraftHeads:
             raise HeadsMismatch(
                 f"heads: hidden size must be the base model's {width}, got {self.config.hidden_size} in the heads"
             )
-        if rows < self.config.vocab_size or embedding.shape[0] != rows:
+        if rows != self.config.vocab_size or embedding.shape[0] != rows:
             raise HeadsMismatch(
                 f"heads: vocabulary must be the base model's {rows} rows, got {self.config.vocab_size} in the heads"
             )
