@@ -1,0 +1,151 @@
+"""What a forward pass over n nodes costs on this machine: measured once per model and dtype, kept in the cache."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import cerberus_kernels as ck
+
+from .embedded import cache_dir
+from .layout import TreeLayout
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+
+NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+PREFIX_TOKENS = 128
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of a step by the number of nodes in its tree.
+
+    Attributes:
+        forward_s: seconds of forward pass, verification and commit by number of nodes, root included.
+        draft_s: seconds of the heads; 0 when unknown.
+
+    Example:
+        >>> table = CostTable({1: 1.0, 4: 1.6}, draft_s=0.5)
+        >>> table.forward(2), table.step(0), table.step(3)
+        (1.2, 1.0, 2.1)
+    """
+
+    forward_s: dict[int, float]
+    draft_s: float = 0.0
+
+    def forward(self, num_nodes: int) -> float:
+        """Seconds for a tree of ``num_nodes``, linear between measured sizes and beyond the largest."""
+        sizes = sorted(self.forward_s)
+        if len(sizes) == 1 or num_nodes <= sizes[0]:
+            return self.forward_s[sizes[0]]
+        above = min(bisect.bisect_left(sizes, num_nodes), len(sizes) - 1)
+        low, high = sizes[above - 1], sizes[above]
+        share = (num_nodes - low) / (high - low)
+        return self.forward_s[low] + share * (self.forward_s[high] - self.forward_s[low])
+
+    def step(self, num_drafts: int) -> float:
+        """Seconds of a step with ``num_drafts`` drafts; 0 is a plain step, which runs no heads."""
+        return self.forward(num_drafts + 1) + (self.draft_s if num_drafts else 0.0)
+
+
+def cost_table(adapter: Adapter, heads: Any = None, report: Callable[[str], None] = lambda line: None) -> CostTable:
+    """Costs of ``adapter``'s model on this machine, from the cache when they were measured before.
+
+    Args:
+        adapter: the model.
+        heads: bound draft heads, whose time is then part of the table.
+        report: called with one line when a measurement begins.
+    """
+    path = cache_dir() / "costs" / f"{_key(adapter, heads)}.json"
+    try:
+        stored = json.loads(path.read_text())
+        return CostTable({int(nodes): s for nodes, s in stored["forward_s"].items()}, stored["draft_s"])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        report("measuring the cost of a step by tree size (once)")
+    table = measure_costs(adapter, heads)
+    _store(path, {"forward_s": table.forward_s, "draft_s": table.draft_s})
+    return table
+
+
+@torch.inference_mode()
+def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
+    """Median seconds of a step by number of nodes, sizes in turn within each round so that drift hits all alike."""
+    prompt = torch.arange(PREFIX_TOKENS, device=adapter.device).remainder(adapter.vocab_size).unsqueeze(0)
+    cache = adapter.new_cache(PREFIX_TOKENS + max(NODE_COUNTS))
+    hidden, _ = adapter.prefill(prompt, cache)
+    layouts = {nodes: TreeLayout(_two_deep(nodes), adapter.device) for nodes in NODE_COUNTS}
+    times: dict[int, list[float]] = {nodes: [] for nodes in NODE_COUNTS}
+    draft_times = []
+    for measured in range(-1, ROUNDS):
+        for nodes, layout in layouts.items():
+            tokens = prompt[:, :nodes].to(torch.int32)
+            seconds = _timed(lambda tokens=tokens, layout=layout: _step(adapter, tokens, layout, cache), adapter.device)
+            cache.set_length(PREFIX_TOKENS)
+            if measured >= 0:
+                times[nodes].append(seconds)
+        if heads is not None:
+            root = prompt[:, 0].to(torch.int32)
+            draft_times.append(_timed(lambda root=root: heads.propose(hidden[:, -1], root), adapter.device))
+    medians = {nodes: statistics.median(values) for nodes, values in times.items()}
+    return CostTable(medians, statistics.median(draft_times[1:]) if draft_times else 0.0)
+
+
+def _step(adapter: Adapter, tokens: torch.Tensor, layout: TreeLayout, cache: Any) -> None:
+    _, logits = adapter.forward(tokens, layout, cache)
+    verdict = ck.verify_tree(logits, tokens, layout.parents, vocab_size=adapter.vocab_size, max_depth=layout.max_depth)
+    cache.commit(verdict.path, verdict.num_accepted)
+
+
+def _two_deep(nodes: int) -> ck.Tree:
+    drafts = nodes - 1
+    first = (drafts + 1) // 2
+    return ck.Tree.from_choices([(rank,) for rank in range(first)] + [(rank, 0) for rank in range(drafts - first)])
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _key(adapter: Adapter, heads: Any) -> str:
+    """Name of everything the costs depend on: machine, threads, software, model, dtype, heads."""
+    model = adapter.model
+    device = torch.cuda.get_device_name(adapter.device) if adapter.device.type == "cuda" else _processor()
+    layers = sorted({type(module).__name__ for module in model.modules()})
+    facts = [
+        device, torch.get_num_threads(), torch.__version__, ck.__version__, str(adapter.dtype), type(model).__name__,
+        layers, model.config.to_json_string(), None if heads is None else str(heads.config),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _store(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{time.time_ns()}.partial")
+    partial.write_text(json.dumps(values))
+    partial.rename(path)
