@@ -83,6 +83,21 @@ CERBERUS_SIMD Floats load(const Half* from) {
 #endif
 }
 
+// 2 * kLanes elements in the order that is cheapest for the type: as they lie for fp32 and fp16, the even elements
+// and then the odd ones for bf16. For sums in which only the partners of a product must agree.
+template <typename T>
+CERBERUS_SIMD void load_pair(const T* from, Floats& a, Floats& b) {
+  a = load(from);
+  b = load(from + kLanes);
+}
+
+CERBERUS_SIMD void load_pair(const BFloat16* from, Floats& a, Floats& b) {
+  Words pairs;
+  memcpy(&pairs, from, sizeof(pairs));
+  a = bit_cast<Floats>(pairs << 16);
+  b = bit_cast<Floats>(pairs & 0xffff0000u);
+}
+
 // The first `count` <= kLanes elements; the other lanes are zero and their memory is not touched.
 template <typename T>
 CERBERUS_SIMD Floats load_first(const T* from, int64_t count) {
@@ -156,6 +171,10 @@ CERBERUS_SIMD float horizontal_sum(Floats value) {
 CERBERUS_SIMD float horizontal_maximum(Floats value) {
   return horizontal(value, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
+
+// What to subtract before the exponential: a greatest element of -inf (all of them -inf, or NaN) must not turn the
+// difference of two infinities into NaN.
+CERBERUS_SIMD float shift_for(float greatest) { return greatest == -INFINITY ? 0.0f : greatest; }
 
 // e^x within two units in the last place; 0 below -87.3 (where the result would be subnormal), infinity above 88.7,
 // NaN for NaN. x = n ln 2 + r, |r| <= ln(2) / 2, and the Taylor series of e^r to degree 7 (next term 5e-9).

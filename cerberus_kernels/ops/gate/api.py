@@ -8,7 +8,7 @@ import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import NAMESPACE, Operator
-from . import reference
+from . import native, reference
 
 
 class GateWeights(NamedTuple):
@@ -55,7 +55,7 @@ _operator = Operator(
     "gate",
     "(Tensor? hidden, Tensor? entropy, Tensor? logits, Tensor? thresholds, Tensor? w1, Tensor? b1, Tensor? w2, "
     'Tensor? b2, str kind, float threshold, int vocab_size, float eps, *, str backend="auto") -> (Tensor, Tensor)',
-    {"reference": reference.gate},
+    {"reference": reference.gate, "native": native.gate},
     _fake,
 )
 

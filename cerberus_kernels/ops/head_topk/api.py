@@ -8,7 +8,7 @@ import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
-from . import reference
+from . import native, reference
 
 
 class Candidates(NamedTuple):
@@ -46,7 +46,7 @@ _operator = Operator(
     "head_topk",
     "(Tensor states, Tensor vocab_weight, int k, int vocab_size, Tensor? token_map=None, *, "
     'str backend="auto") -> (Tensor, Tensor, Tensor)',
-    {"reference": reference.head_topk},
+    {"reference": reference.head_topk, "native": native.head_topk},
     _fake,
 )
 

@@ -1,0 +1,23 @@
+"""head_topk through the native library."""
+
+from __future__ import annotations
+
+import torch
+
+from ..._native import function
+
+
+def head_topk(
+    states: torch.Tensor,
+    vocab_weight: torch.Tensor,
+    k: int,
+    vocab_size: int,
+    token_map: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """states [R, H], vocab_weight [>= vocab_size, H] -> int32 [R, k], fp32 [R, k], fp32 [R]."""
+    rows = states.shape[0]
+    tokens = states.new_empty(rows, k, dtype=torch.int32)
+    log_probs = states.new_empty(rows, k, dtype=torch.float32)
+    lse = states.new_empty(rows, dtype=torch.float32)
+    function("head_topk")(states.detach(), vocab_weight.detach(), vocab_size, token_map, tokens, log_probs, lse)
+    return tokens, log_probs, lse
