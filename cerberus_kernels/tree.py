@@ -1,4 +1,4 @@
-"""Draft trees: the parents encoding, and the host-side description of one static tree."""
+"""Draft trees: the parents encoding, packed masks, and the host-side description of one static tree."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from ._checks import refuse
 
 Choice = tuple[int, ...]
+WORD_BITS = 32
 
 
 def first_malformed_node(parents: Sequence[int]) -> int:
@@ -39,6 +40,25 @@ def check_parents(op: str, parents: torch.Tensor, num_nodes: torch.Tensor | None
                 f"{op}: parents must be -1 for the root and lie in [0, node) for every other node, "
                 f"got {row[bad]} for node {bad} in row {b}"
             )
+
+
+def mask_words(num_nodes: int) -> int:
+    """Words in a row of a packed mask: ceil(N / 32)."""
+    return (num_nodes + WORD_BITS - 1) // WORD_BITS
+
+
+def pack_mask(visible: torch.Tensor) -> torch.Tensor:
+    """Bool [.., N, N] -> int32 [.., N, W], bit j % 32 of word j // 32."""
+    nodes = visible.shape[-1]
+    padded = torch.nn.functional.pad(visible.to(torch.int64), (0, mask_words(nodes) * WORD_BITS - nodes))
+    words = padded.unflatten(-1, (mask_words(nodes), WORD_BITS)) << torch.arange(WORD_BITS, device=visible.device)
+    return words.sum(-1).to(torch.int32)
+
+
+def unpack_mask(mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """int32 [.., N, W] -> bool [.., N, num_nodes]."""
+    bits = mask.unsqueeze(-1) >> torch.arange(WORD_BITS, dtype=torch.int32, device=mask.device)
+    return (bits & 1).flatten(-2)[..., :num_nodes].to(torch.bool)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
-from ..tree_mask.reference import mask_words
+from ...tree import mask_words
 from . import reference
 
 _OP = "tree_attention"

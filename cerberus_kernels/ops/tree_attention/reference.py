@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..._checks import refuse
-from ..tree_mask.reference import unpack_mask
+from ...tree import unpack_mask
 
 
 def tree_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import tree
 from ..._checks import check_tensor, refuse
 from ..._dispatch import Operator
 from . import native, reference
@@ -11,7 +12,7 @@ from . import native, reference
 
 def _fake(parents: torch.Tensor, *, num_nodes: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
     batch, nodes = parents.shape
-    return parents.new_empty(batch, nodes, reference.mask_words(nodes))
+    return parents.new_empty(batch, nodes, tree.mask_words(nodes))
 
 
 _operator = Operator(
@@ -78,6 +79,6 @@ def unpack_mask(mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
     check_tensor("unpack_mask", "mask", mask, dtypes=(torch.int32,), last_contiguous=False)
     if mask.ndim < 2:
         refuse("unpack_mask", "mask", "at least 2-dimensional", f"shape {list(mask.shape)}")
-    if not 0 <= num_nodes <= mask.shape[-1] * reference.WORD_BITS:
-        refuse("unpack_mask", "num_nodes", f"in [0, {mask.shape[-1] * reference.WORD_BITS}]", num_nodes)
-    return reference.unpack_mask(mask, num_nodes)
+    if not 0 <= num_nodes <= mask.shape[-1] * tree.WORD_BITS:
+        refuse("unpack_mask", "num_nodes", f"in [0, {mask.shape[-1] * tree.WORD_BITS}]", num_nodes)
+    return tree.unpack_mask(mask, num_nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..._native import function
-from .reference import mask_words
+from ...tree import mask_words
 
 
 def tree_mask(parents: torch.Tensor, num_nodes: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...tree import check_parents
-
-WORD_BITS = 32
-
-
-def mask_words(num_nodes: int) -> int:
-    """Words of a row: ceil(N / 32)."""
-    return (num_nodes + WORD_BITS - 1) // WORD_BITS
+from ...tree import check_parents, pack_mask
 
 
 def tree_mask(parents: torch.Tensor, num_nodes: torch.Tensor | None = None) -> torch.Tensor:
@@ -27,17 +20,3 @@ def tree_mask(parents: torch.Tensor, num_nodes: torch.Tensor | None = None) -> t
                 visible[b, node, ancestor] = True
                 ancestor = row[ancestor]
     return pack_mask(visible).to(parents.device)
-
-
-def pack_mask(visible: torch.Tensor) -> torch.Tensor:
-    """Bool [.., N, N] -> int32 [.., N, W], bit j % 32 of word j // 32."""
-    nodes = visible.shape[-1]
-    padded = torch.nn.functional.pad(visible.to(torch.int64), (0, mask_words(nodes) * WORD_BITS - nodes))
-    words = padded.unflatten(-1, (mask_words(nodes), WORD_BITS)) << torch.arange(WORD_BITS, device=visible.device)
-    return words.sum(-1).to(torch.int32)
-
-
-def unpack_mask(mask: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """int32 [.., N, W] -> bool [.., N, num_nodes]."""
-    bits = mask.unsqueeze(-1) >> torch.arange(WORD_BITS, dtype=torch.int32, device=mask.device)
-    return (bits & 1).flatten(-2)[..., :num_nodes].to(torch.bool)
