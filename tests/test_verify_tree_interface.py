@@ -11,11 +11,6 @@ import cerberus_kernels as ck
 from cerberus_kernels.testing import T5
 
 
-@pytest.fixture(params=["reference"])
-def backend(request) -> str:
-    return request.param
-
-
 def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

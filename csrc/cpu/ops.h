@@ -7,6 +7,7 @@
 #include "cerberus/head_topk.h"
 #include "cerberus/packed_linear.h"
 #include "cerberus/tree_mask.h"
+#include "cerberus/verify_tree.h"
 
 #define CERBERUS_CPU_OPERATORS(X)    \
   X(gate, GateArgs)                  \
@@ -14,4 +15,5 @@
   X(head_states, HeadStatesArgs)     \
   X(head_topk, HeadTopkArgs)         \
   X(packed_linear, PackedLinearArgs) \
-  X(tree_mask, TreeMaskArgs)
+  X(tree_mask, TreeMaskArgs)       \
+  X(verify_tree, VerifyTreeArgs)

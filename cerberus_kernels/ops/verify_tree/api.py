@@ -9,7 +9,7 @@ import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
-from . import reference
+from . import native, reference
 from .parameters import OP, PARAMETERS, mode_code, split
 from .reference import VerifyStatus
 
@@ -78,7 +78,7 @@ _INPUTS = (
     + ", ".join(f"Tensor? {parameter.name}_rows" for parameter in PARAMETERS)
 )
 _OUTPUTS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcde", Verdict._fields, strict=True))
-_BACKENDS = {"reference": reference.verify_tree_out}
+_BACKENDS = {"reference": reference.verify_tree_out, "native": native.verify_tree_out}
 _operator = Operator(
     OP,
     f'({_INPUTS}, *, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',

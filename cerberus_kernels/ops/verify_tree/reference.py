@@ -15,6 +15,8 @@ from ...tree import first_malformed_node
 from .parameters import OP, PARAMETERS, Mode, check_rows
 from .philox import gumbel, token_words
 
+LEAST_SCORE = -87.0
+
 
 class VerifyStatus(enum.IntFlag):
     """Bits of ``Verdict.status``; 0 is a verdict with nothing to report.
@@ -73,10 +75,14 @@ def best_token(row: torch.Tensor) -> tuple[int, int]:
 
 
 def scaled(row: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(row - max) / T in fp32, so that no T overflows; entries equal to the maximum are 0, also where it is +inf."""
+    """(row - max) / T in fp32, so that no T overflows; entries equal to the maximum are 0, also where it is +inf.
+
+    Below LEAST_SCORE it is -inf: exp of it would be subnormal in fp32, and the token's probability counts as 0.
+    """
     row = row.float()
     greatest = row.max()
-    return torch.where(row == greatest, 0.0, (row - greatest) / temperature)
+    score = torch.where(row == greatest, 0.0, (row - greatest) / temperature)
+    return torch.where(score < LEAST_SCORE, -math.inf, score)
 
 
 def row_entropy(row: torch.Tensor) -> float:
