@@ -57,7 +57,7 @@ bench-quick: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest bench $(QUICK_BENCH)
 
 demo: $(VENV)/decode.stamp
-	$(BIN)/cerberus generate --prompt "Explain in three sentences why the sky is blue." --max-new-tokens 96
+	$(BIN)/cerberus generate "Explain in three sentences why the sky is blue." --max-new-tokens 96
 	$(BIN)/cerberus bench --limit 4 --max-new-tokens 64
 
 clean:

@@ -32,7 +32,7 @@ METHODS = {
 
 @pytest.mark.parametrize(("batch", "nodes"), SHAPES, ids=[f"B{b}-N{n}" for b, n in SHAPES])
 @pytest.mark.parametrize("method", METHODS)
-def bench_tree_mask(benchmark, method, batch, nodes):
+def test_tree_mask(benchmark, method, batch, nodes):
     parents = torch.tensor([random_parents(nodes, seed) for seed in range(batch)], dtype=torch.int32)
     assert torch.equal(METHODS[method](parents), ck.tree_mask(parents, backend="reference"))
     benchmark.group = f"tree_mask B={batch} N={nodes}"
