@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 _QUESTIONS = ("What", "How", "Why", "Which", "Who", "When", "Where", "Can", "Could", "Is", "Are", "Do", "If")
-_REQUESTS = (
+_REQUESTS = ("Write", "Explain", "Describe", "Give", "List", "Compare", "Create", "Tell", "Help", "Summarize")
     "Write",
     "Explain",
     "Describe",
@@ -35,7 +35,7 @@ _REQUESTS = (
     "Summarize",
     "Translate",
 )
-_OTHERS = ("Solve", "Find", "Suggest", "Imagine", "Please", "I", "My", "The", "A", "In", "Python")
+_OTHERS = ("Translate", "Solve", "Find", "Suggest", "Imagine", "Please", "I", "My", "The", "A", "In", "Python")
 FIRST_WORDS = _QUESTIONS + _REQUESTS + _OTHERS
 LARGEST_UINT16 = 65535
 MAX_ROUNDS_PER_SHARD = 16
