@@ -69,23 +69,28 @@ def _native() -> list[tuple[str, str]]:
 
 
 def _operators() -> list[tuple[str, str]]:
-    """Per operator, what each device would run and why the backends before it cannot."""
+    """Per operator and device the backends that run, the automatic choice first; then why the others do not."""
     import torch
 
     import cerberus_kernels  # noqa: F401  registers the operators
     from cerberus_kernels._dispatch import BACKENDS, OPERATORS, forced_backend
 
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    lines = []
-    if forced_backend() != "auto":
-        lines.append(("CERBERUS_BACKEND", forced_backend()))
-    for name, operator in sorted(OPERATORS.items()):
-        for device in devices:
+    lines = [("CERBERUS_BACKEND", forced_backend())] if forced_backend() != "auto" else []
+    lacking: dict[str, list[str]] = {}
+    for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+        for name, operator in sorted(OPERATORS.items()):
+            if name.removesuffix("_out") in set(OPERATORS) - {name}:
+                continue  # the same code, writing into tensors it is given
             missing = {backend: operator.why_unavailable(backend, device) for backend in BACKENDS[1:]}
-            present = [backend for backend, reason in missing.items() if not reason]
-            reasons = "; ".join(f"no {backend}: {reason}" for backend, reason in missing.items() if reason)
-            lines.append((name, f"{device}: {', '.join(present)}" + (f" ({reasons})" if reasons else "")))
-    return lines
+            present = sorted(
+                (backend for backend, reason in missing.items() if not reason),
+                key=("native", "triton", "reference").index,
+            )
+            lines.append((name, f"{device}: {', '.join(present)}"))
+            for backend, reason in missing.items():
+                if reason:
+                    lacking.setdefault(f"no {backend} on {device}: {reason}", []).append(name)
+    return lines + [("", f"{reason} ({', '.join(names)})") for reason, names in lacking.items()]
 
 
 def _models() -> list[tuple[str, str]]:
