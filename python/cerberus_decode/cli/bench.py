@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..compare import Difference, Outcome
 
 WARM_UP_TOKENS = 8
+TABLE_WIDTH = 110  # where no terminal says its own
 TIME_PARTS = ("draft_s", "forward_s", "verify_s", "commit_s", "other_s")
 
 
@@ -119,14 +121,14 @@ def show(table: list[dict[str, Any]], found: list[Difference], identities: list[
     """Print the comparison over all prompts, the speed-up by category, and every differing text."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH)
     total = {row["method"]: row for row in table if row["category"] == "all"}
     console.print(_overall(total))
     if len({row["category"] for row in table}) > 2:
         console.print(_by_category(table, list(total)))
     console.print(
-        "tokens/step counts the model's own token of each step and the accepted drafts; identical: greedy text equal "
-        "to that of ar.",
+        "tokens/step: the model's own token of each step and the accepted drafts. time split: draft/forward/verify/"
+        "commit/other. identical: greedy text equal to that of ar.",
         style="dim",
     )
     for difference in found:
@@ -143,9 +145,9 @@ def _overall(total: dict[str, dict[str, Any]]) -> Any:
 
     prompts = next(iter(total.values()))["prompts"]
     table = Table(title=f"{prompts} prompts", title_justify="left")
-    columns = ("method", "tokens/s", "speed-up", "tokens/step", "gate open", "time: draft/forward/verify/commit/other")
-    for name in (*columns, "identical"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    table.add_column("method", no_wrap=True)
+    for name in ("tokens/s", "speed-up", "tokens/step", "gate open", "time split %", "identical"):
+        table.add_column(name, justify="right", no_wrap=True)
     for method, row in total.items():
         parts = [row[part] / row["seconds"] if row["seconds"] else 0.0 for part in TIME_PARTS]
         table.add_row(
@@ -154,7 +156,7 @@ def _overall(total: dict[str, dict[str, Any]]) -> Any:
             _speed_up(row, total.get("ar")),
             f"{row['tokens_per_step']:.2f}",
             f"{row['gate_open_share']:.0%}",
-            " / ".join(f"{part:.0%}" for part in parts),
+            "/".join(f"{100 * part:.0f}" for part in parts),
             _identical(row),
         )
     return table
