@@ -23,18 +23,6 @@ from safetensors.torch import load_file, save_file
 
 _QUESTIONS = ("What", "How", "Why", "Which", "Who", "When", "Where", "Can", "Could", "Is", "Are", "Do", "If")
 _REQUESTS = ("Write", "Explain", "Describe", "Give", "List", "Compare", "Create", "Tell", "Help", "Summarize")
-    "Write",
-    "Explain",
-    "Describe",
-    "Give",
-    "List",
-    "Compare",
-    "Create",
-    "Tell",
-    "Help",
-    "Summarize",
-    "Translate",
-)
 _OTHERS = ("Translate", "Solve", "Find", "Suggest", "Imagine", "Please", "I", "My", "The", "A", "In", "Python")
 FIRST_WORDS = _QUESTIONS + _REQUESTS + _OTHERS
 LARGEST_UINT16 = 65535
