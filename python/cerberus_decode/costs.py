@@ -6,7 +6,6 @@ import bisect
 import hashlib
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 PREFIX_TOKENS = 128
-ROUNDS = 5
+ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,10 @@ def cost_table(adapter: Adapter, heads: Any = None, report: Callable[[str], None
 
 @torch.inference_mode()
 def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
-    """Median seconds of a step by number of nodes, sizes in turn within each round so that drift hits all alike."""
+    """Least seconds of a step by number of nodes over several rounds, sizes in turn within each.
+
+    The least of several is what the work itself takes; whatever else runs on the machine only adds to it.
+    """
     prompt = torch.arange(PREFIX_TOKENS, device=adapter.device).remainder(adapter.vocab_size).unsqueeze(0)
     cache = adapter.new_cache(PREFIX_TOKENS + max(NODE_COUNTS))
     hidden, _ = adapter.prefill(prompt, cache)
@@ -98,8 +100,8 @@ def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
         if heads is not None:
             root = prompt[:, 0].to(torch.int32)
             draft_times.append(_timed(lambda root=root: heads.propose(hidden[:, -1], root), adapter.device))
-    medians = {nodes: statistics.median(values) for nodes, values in times.items()}
-    return CostTable(medians, statistics.median(draft_times[1:]) if draft_times else 0.0)
+    least = {nodes: min(values) for nodes, values in times.items()}
+    return CostTable(least, min(draft_times[1:], default=0.0))
 
 
 def _step(adapter: Adapter, tokens: torch.Tensor, layout: TreeLayout, cache: Any) -> None:

@@ -303,17 +303,14 @@ class Generation:
         return layout, layout.draft_tokens(self._root, candidates)
 
     def _verify(self, logits: torch.Tensor, tokens: torch.Tensor, layout: TreeLayout) -> Any:
-        arguments = self._verify_arguments
-        if self._options.mode == "sample":
-            length = self.metrics.prompt_tokens + len(self.tokens)
-            arguments = arguments | {"position": torch.full((1,), length, device=logits.device)}
         return ck.verify_tree(
             logits,
             tokens,
             layout.parents,
             vocab_size=self._adapter.vocab_size,
             max_depth=layout.max_depth,
-            **arguments,
+            position=self.metrics.prompt_tokens + len(self.tokens),
+            **self._verify_arguments,
         )
 
     def _emit(self, emitted: list[int], num_proposed: int) -> Step:
