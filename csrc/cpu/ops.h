@@ -1,19 +1,23 @@
 // The CPU operators, a line each. Adding one here gives it a run-time choice of instruction-set level.
 #pragma once
 
+#include "cerberus/commit_kv.h"
 #include "cerberus/gate.h"
 #include "cerberus/head_loss.h"
 #include "cerberus/head_states.h"
 #include "cerberus/head_topk.h"
 #include "cerberus/packed_linear.h"
+#include "cerberus/tree_attention.h"
 #include "cerberus/tree_mask.h"
 #include "cerberus/verify_tree.h"
 
-#define CERBERUS_CPU_OPERATORS(X)    \
-  X(gate, GateArgs)                  \
-  X(head_loss, HeadLossArgs)         \
-  X(head_states, HeadStatesArgs)     \
-  X(head_topk, HeadTopkArgs)         \
-  X(packed_linear, PackedLinearArgs) \
-  X(tree_mask, TreeMaskArgs)       \
+#define CERBERUS_CPU_OPERATORS(X)      \
+  X(commit_kv, CommitKvArgs)           \
+  X(gate, GateArgs)                    \
+  X(head_loss, HeadLossArgs)           \
+  X(head_states, HeadStatesArgs)       \
+  X(head_topk, HeadTopkArgs)           \
+  X(packed_linear, PackedLinearArgs)   \
+  X(tree_attention, TreeAttentionArgs) \
+  X(tree_mask, TreeMaskArgs)           \
   X(verify_tree, VerifyTreeArgs)

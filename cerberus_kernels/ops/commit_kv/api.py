@@ -8,7 +8,7 @@ import torch
 
 from ..._checks import check_tensor, refuse
 from ..._dispatch import Operator
-from . import reference
+from . import native, reference
 
 _OP = "commit_kv"
 Caches = torch.Tensor | Sequence[torch.Tensor]
@@ -17,7 +17,7 @@ _operator = Operator(
     _OP,
     "(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor path, Tensor num_accepted, Tensor prefix_lens, *, "
     'Tensor? block_table=None, str backend="auto") -> Tensor',
-    {"reference": reference.commit_kv},
+    {"reference": reference.commit_kv, "native": native.commit_kv},
     lambda k_caches, v_caches, path, num_accepted, prefix_lens, **kwargs: torch.empty_like(prefix_lens),
 )
 

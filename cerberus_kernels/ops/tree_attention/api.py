@@ -11,14 +11,17 @@ import torch
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
 from ...tree import mask_words
-from . import reference
+from . import native, reference
 
 _OP = "tree_attention"
 _ARGUMENTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor mask, Tensor prefix_lens, *, Tensor? block_table=None, "
     "Tensor? num_nodes=None, float scale=1.0, float softcap=0.0, int window=0, "
 )
-_IMPLEMENTATIONS: dict[str, Callable[..., None]] = {"reference": reference.tree_attention}
+_IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
+    "reference": reference.tree_attention,
+    "native": native.tree_attention,
+}
 
 
 def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

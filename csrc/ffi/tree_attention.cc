@@ -1,0 +1,132 @@
+#include "cerberus/tree_attention.h"
+
+#include <initializer_list>
+
+#include "tensors.h"
+
+namespace cerberus::ffi {
+namespace {
+
+constexpr const char* kOp = "tree_attention";
+
+// Lengths and block ids that lead out of the caches. Rows with no nodes are not looked at.
+void check_lengths(const TreeAttentionArgs& args, int64_t blocks, int64_t blocks_per_request) {
+  const int64_t capacity = args.block_table ? blocks_per_request * args.block_size : args.block_size;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    const int64_t count = nodes_of(args, b);
+    if (count < 0 || count > args.nodes) {
+      TVM_FFI_THROW(ValueError) << kOp << ": num_nodes must be in [0, " << args.nodes << "], got " << count
+                                << " in row " << b;
+    }
+    if (count == 0) continue;
+    const int64_t prefix = args.prefix_lens[b];
+    if (prefix < 0 || prefix > capacity - count) {
+      TVM_FFI_THROW(ValueError) << kOp << ": prefix_lens must be in [0, " << capacity - count << "] for " << count
+                                << " nodes in " << capacity << " slots, got " << prefix << " in row " << b;
+    }
+    if (!args.block_table) continue;
+    const int32_t* row = args.block_table + b * args.block_table_stride;
+    for (int64_t i = 0; i * args.block_size < prefix + count; ++i) {
+      if (row[i] < 0 || row[i] >= blocks) {
+        TVM_FFI_THROW(ValueError) << kOp << ": block_table must be in [0, " << blocks
+                                  << ") for blocks in use, got " << row[i] << " in row " << b;
+      }
+    }
+  }
+}
+
+void take_strides(const char* name, const TensorView& tensor, int64_t* strides, int count) {
+  check_last_contiguous(kOp, name, tensor);
+  for (int i = 0; i < count; ++i) strides[i] = tensor.stride(i);
+}
+
+void check_dtype(const char* name, const TensorView& tensor, DType dtype) {
+  if (float_dtype(kOp, name, tensor) != dtype) {
+    TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be of q's dtype, got another";
+  }
+}
+
+void check_sizes(const char* name, const TensorView& tensor, std::initializer_list<int64_t> sizes) {
+  check_ndim(kOp, name, tensor, static_cast<int>(sizes.size()));
+  int dim = 0;
+  for (const int64_t size : sizes) check_size(kOp, name, tensor, dim++, size);
+}
+
+void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, TensorView mask, TensorView prefix_lens,
+                    Optional<TensorView> block_table, Optional<TensorView> num_nodes, double scale, double softcap,
+                    int64_t window, TensorView out, TensorView lse) {
+  TreeAttentionArgs args{};
+  check_ndim(kOp, "q", q, 4);
+  check_ndim(kOp, "k_cache", k_cache, 4);
+  args.batch = q.size(0);
+  args.nodes = q.size(1);
+  args.q_heads = q.size(2);
+  args.head_dim = q.size(3);
+  args.block_size = k_cache.size(1);
+  args.kv_heads = k_cache.size(2);
+  const int64_t blocks = k_cache.size(0);
+  if (args.head_dim % 8 != 0 || args.head_dim < 8 || args.head_dim > 256) {
+    TVM_FFI_THROW(ValueError) << kOp << ": q must be of a head size that is a multiple of 8 in [8, 256], got "
+                              << args.head_dim;
+  }
+  if (args.kv_heads == 0 || args.q_heads % args.kv_heads != 0) {
+    TVM_FFI_THROW(ValueError) << kOp << ": q must be of a head count that is a multiple of k_cache's "
+                              << args.kv_heads << ", got " << args.q_heads;
+  }
+  check_sizes("k_cache", k_cache,
+              {block_table.has_value() ? blocks : args.batch, args.block_size, args.kv_heads, args.head_dim});
+  check_sizes("v_cache", v_cache, {blocks, args.block_size, args.kv_heads, args.head_dim});
+  check_sizes("out", out, {args.batch, args.nodes, args.q_heads, args.head_dim});
+  check_sizes("lse", lse, {args.batch, args.nodes, args.q_heads});
+  check_sizes("prefix_lens", prefix_lens, {args.batch});
+  const int64_t words = mask_words(args.nodes);
+  if (mask.ndim() == 2) {
+    check_sizes("mask", mask, {args.nodes, words});
+  } else {
+    check_sizes("mask", mask, {args.batch, args.nodes, words});
+  }
+  check_last_contiguous(kOp, "mask", mask);
+  args.mask_stride[0] = mask.ndim() == 2 ? 0 : mask.stride(0);
+  args.mask_stride[1] = mask.stride(mask.ndim() - 2);
+  args.dtype = float_dtype(kOp, "q", q);
+  check_dtype("k_cache", k_cache, args.dtype);
+  check_dtype("v_cache", v_cache, args.dtype);
+  check_dtype("out", out, args.dtype);
+  take_strides("q", q, args.q_stride, 3);
+  take_strides("k_cache", k_cache, args.k_stride, 3);
+  take_strides("v_cache", v_cache, args.v_stride, 3);
+  take_strides("out", out, args.out_stride, 3);
+  take_strides("lse", lse, args.lse_stride, 2);
+  args.q = q.data_ptr();
+  args.k_cache = k_cache.data_ptr();
+  args.v_cache = v_cache.data_ptr();
+  args.out = out.data_ptr();
+  args.mask = reinterpret_cast<const uint32_t*>(data<int32_t>(kOp, "mask", mask));
+  check_last_contiguous(kOp, "prefix_lens", prefix_lens);
+  args.prefix_lens = data<int32_t>(kOp, "prefix_lens", prefix_lens);
+  args.lse = data<float>(kOp, "lse", lse);
+  if (num_nodes.has_value()) {
+    check_sizes("num_nodes", num_nodes.value(), {args.batch});
+    check_last_contiguous(kOp, "num_nodes", num_nodes.value());
+    args.num_nodes = data<int32_t>(kOp, "num_nodes", num_nodes.value());
+  }
+  int64_t blocks_per_request = 1;
+  if (block_table.has_value()) {
+    const TensorView table = block_table.value();
+    check_ndim(kOp, "block_table", table, 2);
+    check_size(kOp, "block_table", table, 0, args.batch);
+    check_last_contiguous(kOp, "block_table", table);
+    args.block_table = data<int32_t>(kOp, "block_table", table);
+    args.block_table_stride = table.stride(0);
+    blocks_per_request = table.size(1);
+  }
+  args.scale = static_cast<float>(scale);
+  args.softcap = static_cast<float>(softcap);
+  args.window = window;
+  check_lengths(args, blocks, blocks_per_request);
+  cpu::tree_attention(args);
+}
+
+}  // namespace
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tree_attention, tree_attention);
+}  // namespace cerberus::ffi
