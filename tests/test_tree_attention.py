@@ -193,7 +193,7 @@ def test_att_01_rows_without_a_key_are_zero(backend):
         again = ck.tree_attention(out, k_cache, v_cache, mask, prefix_lens, backend=backend)
         alone = [x[:, :5].contiguous() for x in (q, k_cache, v_cache)]
         expected = ck.tree_attention(*alone, mask[:5], prefix_lens, backend=backend)
-        assert torch.equal(out[:, :5], expected)
+        assert_close(out[:, :5], expected)
         assert_close(again[:, :5], ck.tree_attention(expected, *alone[1:], mask[:5], prefix_lens, backend=backend))
         assert again.isfinite().all()
 
@@ -211,7 +211,9 @@ def test_att_05_query_heads_read_their_own_group(backend, dtype, nodes):
     v_cache[:, : 20 + nodes] = torch.arange(3, dtype=dtype)[None, None, :, None]
     out = ck.tree_attention(q, k_cache, v_cache, ck.tree_mask(int32(T5[:nodes])), prefix_lens, backend=backend)
     expected = (torch.arange(9) // 3).to(dtype)[None, None, :, None].expand_as(out)
-    assert torch.equal(out, expected)
+    assert_close(out, expected)
+    if backend == "native":  # it sums weights and outputs in one order, so that equal values come out exactly
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("nodes", [1, 5])
