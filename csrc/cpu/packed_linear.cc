@@ -4,24 +4,17 @@
 #include "cerberus/packed_linear.h"
 
 #include "parallel.h"
-
-#if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
-#include <immintrin.h>
-#endif
+#include "simd.h"
 
 namespace cerberus::CERBERUS_ISA {
 namespace {
 
-#define CERBERUS_INLINE inline __attribute__((always_inline))
-
 #if defined(CERBERUS_LEVEL_avx512)
-constexpr int kLanes = 16, kTileRows = 8;
-#elif defined(CERBERUS_LEVEL_avx2)
-constexpr int kLanes = 8, kTileRows = 4;
+constexpr int kTileRows = 8;
 #else
-constexpr int kLanes = 4, kTileRows = 4;
+constexpr int kTileRows = 4;
 #endif
-// A full tile is kTileRows x kTileVectors accumulators; with a row or two there is room for twice the columns.
+// A full tile is kTileRows x kTileVectors sums; a single row takes more columns, or it would wait for its own sums.
 constexpr int kTileVectors = 3;
 constexpr int kPanelVectors = kPanelWidth / kLanes;
 constexpr int kWideVectors = kPanelVectors < 6 ? kPanelVectors : 6;
@@ -31,44 +24,47 @@ constexpr int64_t kStepElements = kStepDepth * kPanelWidth;
 constexpr int64_t kBlockSteps = 96;
 constexpr int64_t kRowBlock = 64;
 
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-
-CERBERUS_INLINE Vector load(const float* from) {
-  Vector value;
-  __builtin_memcpy(&value, from, sizeof(value));
-  return value;
+// sum += weight * value. GCC 12 lets the instruction overwrite a factor instead of the sum and then moves sums through
+// memory, so the form that adds in place is spelled out.
+CERBERUS_SIMD void add_product(Floats& sum, Floats weight, Floats value) {
+#if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
+  __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(value));
+#else
+  sum = multiply_add(weight, value, sum);
+#endif
 }
 
-CERBERUS_INLINE void store(float* to, Vector value) { __builtin_memcpy(to, &value, sizeof(value)); }
+// Hides from the compiler what a pointer points to.
+#if defined(__GNUC__)
+#define CERBERUS_OPAQUE(pointer) __asm__("" : "+r"(pointer))
+#endif
+
+// The upper halves of 32-bit words. In memory, because every register of a tile holds a sum or a weight.
+alignas(64) constexpr uint32_t kUpper[16] = {
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 
 // kLanes weights of input kPhase of a step, from output `column` of the panel on.
 template <int kPhase>
-CERBERUS_INLINE Vector weights(const float* step, int64_t column) {
+CERBERUS_SIMD Floats weights(const float* step, int64_t column) {
   return load(step + kPhase * kPanelWidth + column);
 }
 
 template <int kPhase>
-CERBERUS_INLINE Vector weights(const BFloat16* step, int64_t column) {
+CERBERUS_SIMD Floats weights(const BFloat16* step, int64_t column) {
   Words words;
-  __builtin_memcpy(&words, step + kStepDepth * column, sizeof(words));
-  if (kPhase == 0) return reinterpret_cast<Vector>(words << 16);
-  return reinterpret_cast<Vector>(words & 0xffff0000u);
+  memcpy(&words, step + kStepDepth * column, sizeof(words));
+  if (kPhase == 0) return bit_cast<Floats>(words << 16);
+  const uint32_t* upper = kUpper;
+  CERBERUS_OPAQUE(upper);
+  Words mask;
+  memcpy(&mask, upper, sizeof(mask));
+  return bit_cast<Floats>(words & mask);
 }
 
 template <int kPhase>
-CERBERUS_INLINE Vector weights(const Half* step, int64_t column) {
-  const Half* from = step + kPhase * kPanelWidth + column;
-#if defined(CERBERUS_LEVEL_avx512)
-  // The unmasked form reads an undefined register, of which GCC 12 warns.
-  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(CERBERUS_LEVEL_avx2)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  Vector value;
-  for (int lane = 0; lane < kLanes; ++lane) value[lane] = to_float(from[lane]);
-  return value;
-#endif
+CERBERUS_SIMD Floats weights(const Half* step, int64_t column) {
+  return load(step + kPhase * kPanelWidth + column);
 }
 
 // A part of the weights to bring near while a tile is summed: `stride` bytes further at each step.
@@ -78,38 +74,47 @@ struct Ahead {
 };
 
 template <int kPhase, int kRows, int kVectors, typename T>
-CERBERUS_INLINE void accumulate(const float* x, int64_t x_stride, const T* step, int64_t column,
-                                Vector (&sums)[kRows][kVectors]) {
+CERBERUS_SIMD void accumulate(const float* const (&x)[kRows], int64_t input, const T* step, int64_t column,
+                              Floats (&sums)[kRows][kVectors]) {
   if (kRows < kVectors) {
     for (int v = 0; v < kVectors; ++v) {
-      const Vector weight = weights<kPhase>(step, column + v * kLanes);
-      for (int r = 0; r < kRows; ++r) sums[r][v] += weight * x[r * x_stride + kPhase];
+      const Floats weight = weights<kPhase>(step, column + v * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        add_product(sums[r][v], weight, splat(x[r][input + kPhase]));
+      }
     }
   } else {
-    Vector weight[kVectors];
-    for (int v = 0; v < kVectors; ++v) weight[v] = weights<kPhase>(step, column + v * kLanes);
+    Floats weight[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      weight[v] = weights<kPhase>(step, column + v * kLanes);
+    }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += weight[v] * x[r * x_stride + kPhase];
+      Floats value = splat(x[r][input + kPhase]);
+      for (int v = 0; v < kVectors; ++v) {
+        add_product(sums[r][v], weight[v], value);
+      }
     }
   }
 }
 
 // Adds `steps` steps of a panel to kRows x (kVectors * kLanes) sums, which lie kPanelWidth apart.
 template <int kRows, int kVectors, typename T>
-CERBERUS_INLINE void tile(const float* x, int64_t x_stride, const T* panel, int64_t column, int64_t steps,
-                          bool first, float* total, Ahead ahead) {
-  Vector sums[kRows][kVectors];
+CERBERUS_SIMD void tile(const float* x, int64_t x_stride, const T* panel, int64_t column, int64_t steps,
+                        bool first, float* total, Ahead ahead) {
+  const float* rows[kRows];
+  Floats sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
+    rows[r] = x + r * x_stride;
     for (int v = 0; v < kVectors; ++v) {
-      sums[r][v] = first ? Vector{} : load(total + r * kPanelWidth + column + v * kLanes);
+      sums[r][v] = first ? Floats{} : load(total + r * kPanelWidth + column + v * kLanes);
     }
   }
   for (int64_t s = 0; s < steps; ++s) {
     __builtin_prefetch(ahead.from, 0, 2);
     ahead.from += ahead.stride;
-    accumulate<0>(x, x_stride, panel, column, sums);
-    accumulate<1>(x, x_stride, panel, column, sums);
-    x += kStepDepth;
+    accumulate<0>(rows, kStepDepth * s, panel, column, sums);
+    CERBERUS_OPAQUE(panel);
+    accumulate<1>(rows, kStepDepth * s, panel, column, sums);
     panel += kStepElements;
   }
   for (int r = 0; r < kRows; ++r) {
@@ -117,7 +122,7 @@ CERBERUS_INLINE void tile(const float* x, int64_t x_stride, const T* panel, int6
   }
 }
 
-constexpr int vectors_for(int rows) { return 2 * rows <= kTileRows ? kWideVectors : kTileVectors; }
+constexpr int vectors_for(int rows) { return rows == 1 ? kWideVectors : kTileVectors; }
 
 // kRows rows over a whole panel.
 template <int kRows, typename T>
@@ -134,7 +139,7 @@ template <typename T>
 using PanelRows = void (*)(const float*, int64_t, const T*, int64_t, bool, float*, Ahead&);
 
 template <typename T>
-CERBERUS_INLINE PanelRows<T> panel_rows_for(int64_t rows) {
+CERBERUS_SIMD PanelRows<T> panel_rows_for(int64_t rows) {
   switch (rows) {
     case 1: return panel_rows<1, T>;
     case 2: return panel_rows<2, T>;
@@ -150,7 +155,7 @@ CERBERUS_INLINE PanelRows<T> panel_rows_for(int64_t rows) {
 }
 
 // Passes over a block that `rows` rows take.
-CERBERUS_INLINE int64_t num_passes(int64_t rows) {
+CERBERUS_SIMD int64_t num_passes(int64_t rows) {
   const int64_t rest = rows % kTileRows;
   const int64_t full = rows / kTileRows * (kPanelVectors / vectors_for(kTileRows));
   return full + (rest > 0 ? kPanelVectors / vectors_for(static_cast<int>(rest)) : 0);
@@ -158,7 +163,7 @@ CERBERUS_INLINE int64_t num_passes(int64_t rows) {
 
 // out[r, c] = round(total[r, c] + bias[c]) for the panel's outputs.
 template <typename T, typename Out>
-CERBERUS_INLINE void write(const float* total, const T* bias, int64_t rows, int64_t columns, int64_t out_stride,
+CERBERUS_SIMD void write(const float* total, const T* bias, int64_t rows, int64_t columns, int64_t out_stride,
                            Out* out) {
   for (int64_t r = 0; r < rows; ++r) {
     if (bias) {
