@@ -98,11 +98,18 @@ class OracleHeads:
         num_heads: K.
         right: heads that are right in call ``i``, by default all; the others propose wrong tokens only.
         tree: the configuration's tree.
+        vocab_size: wrong proposals stay below it.
     """
 
     def __init__(
-        self, text: list[int], num_heads: int = 4, right: Callable[[int], int] | None = None, tree=TREE
+        self,
+        text: list[int],
+        num_heads: int = 4,
+        right: Callable[[int], int] | None = None,
+        tree=TREE,
+        vocab_size: int = VOCAB,
     ) -> None:
+        self.vocab_size = vocab_size
         self.config = SimpleNamespace(num_heads=num_heads, tree=tree, tree_gains=(), gate={})
         self.text = text
         self.right = right or (lambda call: num_heads)
@@ -115,7 +122,8 @@ class OracleHeads:
         known += [0] * (self.config.num_heads - len(known))
         first_wrong = self.right(len(self.calls))
         rows = [
-            [(token + rank + (head >= first_wrong)) % VOCAB for rank in range(k)] for head, token in enumerate(known)
+            [(token + rank + (head >= first_wrong)) % self.vocab_size for rank in range(k)]
+            for head, token in enumerate(known)
         ]
         tokens = torch.tensor([rows], dtype=torch.int32)
         self.calls.append(SimpleNamespace(hidden=hidden.clone(), root=root.clone(), position=position, tokens=tokens))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from cerberus_decode import Adapter, AutoRegressive, Decoder, FixedTree, Gated, Policy
+from cerberus_decode.compare import first_difference, row_count_noise
 from decoding_models import (
     TREE,
     VOCAB,
@@ -61,6 +62,25 @@ def test_dec06_every_tree_gives_the_same_text(adapter, size):
         decoder = oracle_decoder(adapter, ids, 60, FixedTree(choices=choices), num_heads=20)
         result, _ = run_oracle(decoder, ids, max_new_tokens=40)
         assert result.tokens == greedy(adapter.model, ids, 40)
+
+
+def test_dec06_bf16_differs_only_within_the_models_own_noise():
+    adapter = Adapter(build(transformers.LlamaConfig, transformers.LlamaForCausalLM).to(torch.bfloat16))
+    plain = Decoder(adapter)
+    accepted = 0
+    for seed in range(6):
+        ids = prompt(9, seed)
+        expected = plain.generate(ids, max_new_tokens=36).tokens
+        for size in (5, 26, 63):
+            choices = tree_from_parents(random_parents(size, seed)).choices
+            decoder = Decoder(adapter, OracleHeads(ids + expected, num_heads=20), FixedTree(choices=choices))
+            result, _ = run_oracle(decoder, ids, max_new_tokens=32)
+            accepted += result.metrics.accepted
+            position = first_difference(expected[:32], result.tokens)
+            if position is not None:
+                gaps, noise = row_count_noise(adapter, ids, expected[:32], size)
+                assert gaps[position] <= noise
+    assert accepted > 100
 
 
 @pytest.mark.parametrize("size", range(21))

@@ -26,7 +26,7 @@ def test_greedy_equals_transformers():
     adapter = Adapter(model)
     assert Decoder(adapter).generate(ids, max_new_tokens=NEW_TOKENS).tokens == expected
     for policy in (FixedTree(size=8), Gated(FixedTree(choices=TREE), threshold=1.5)):
-        heads = OracleHeads(list(ids) + expected, right=lambda call: call % 5)
+        heads = OracleHeads(list(ids) + expected, right=lambda call: call % 5, vocab_size=adapter.vocab_size)
         result, _ = run_oracle(Decoder(adapter, heads, policy), ids, max_new_tokens=NEW_TOKENS)
         assert result.tokens == expected
-        assert result.metrics.accepted > 0
+        assert result.metrics.accepted >= 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import math
 from types import SimpleNamespace
@@ -126,3 +128,12 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
     decoder = Decoder(adapter, random_heads())
     assert decoder.costs().draft_s > 0
     assert len(list(tmp_path.glob("costs/*"))) == 2
+
+
+@pytest.mark.parametrize("name", ["cache", "costs", "decode", "layout", "policy"])
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(
+        importlib.import_module(f"cerberus_decode.{name}"), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert result.attempted > 0
+    assert result.failed == 0
