@@ -21,6 +21,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare by the table for ``expected``'s dtype; exactly for integers and booleans. NaN equals NaN."""
     if expected.dtype in _TOLERANCES:
-        torch.testing.assert_close(actual, expected, equal_nan=True, **tolerance(expected.dtype))
+        relative, absolute = _TOLERANCES[expected.dtype]
+        torch.testing.assert_close(actual, expected, rtol=relative, atol=absolute, equal_nan=True)
     else:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)

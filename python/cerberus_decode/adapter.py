@@ -52,7 +52,7 @@ def _tree_attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Any, None]:
     """transformers' attention function: query ``[B, Hq, N, Dh]``, key and value ``[B, Hkv, N, Dh]``."""
     context = kwargs.get(CONTEXT_KEYWORD)
     if context is None:
@@ -251,11 +251,11 @@ class Adapter:
                 f"{self.num_layers - context.layers_run} of {self.num_layers} layers"
             )
         actual = torch.stack([logits[0, path] for path in paths])
-        error = _relative_difference(actual, expected)
+        difference = _relative_difference(actual, expected)
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        if not error <= tolerance:
+        if not difference <= tolerance:
             raise ModelUnsupported(
-                f"{name} does not follow the tree: its logits differ from plain forward passes by {error:.2g} "
+                f"{name} does not follow the tree: its logits differ from plain forward passes by {difference:.2g} "
                 f"(relative, at most {tolerance} allowed)"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import json
 import platform
@@ -93,13 +94,13 @@ def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
     for measured in range(-1, ROUNDS):
         for nodes, layout in layouts.items():
             tokens = prompt[:, :nodes].to(torch.int32)
-            seconds = _timed(lambda tokens=tokens, layout=layout: _step(adapter, tokens, layout, cache), adapter.device)
+            seconds = _timed(functools.partial(_step, adapter, tokens, layout, cache), adapter.device)
             cache.set_length(PREFIX_TOKENS)
             if measured >= 0:
                 times[nodes].append(seconds)
         if heads is not None:
             root = prompt[:, 0].to(torch.int32)
-            draft_times.append(_timed(lambda root=root: heads.propose(hidden[:, -1], root), adapter.device))
+            draft_times.append(_timed(functools.partial(heads.propose, hidden[:, -1], root), adapter.device))
     least = {nodes: min(values) for nodes, values in times.items()}
     return CostTable(least, min(draft_times[1:], default=0.0))
 

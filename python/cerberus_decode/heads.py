@@ -119,7 +119,7 @@ class HeadsConfig:
 def fingerprint(vocab_weight: torch.Tensor) -> str:
     """SHA-256 over the bfloat16 bytes of an LM head ``[V, H]``: the same for every dtype a model is loaded in."""
     rows = vocab_weight.detach().to("cpu", torch.bfloat16).contiguous()
-    return hashlib.sha256(rows.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(rows.view(torch.uint8).numpy().data).hexdigest()
 
 
 class DraftHeads:

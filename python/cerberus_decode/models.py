@@ -138,13 +138,14 @@ def _load(
     with quiet_transformers():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, output_loading_info=True, **options
             )
         except Exception as error:  # whatever the reader throws, the user gets the model's name and the reason
             kind = ModelUnavailable if path is None and isinstance(error, OSError) else ModelUnreadable
             hint = " (is it a local folder? it does not exist here)" if path is None else ""
             raise kind(f"cannot load model {path or name}{hint}: {first_line(error)}") from error
+    model, found = loaded  # with output_loading_info
     _refuse_missing_weights(path or name, model, found)
     model.requires_grad_(False)
     return LoadedModel(model.to(device).eval(), tokenizer, name, embedded)

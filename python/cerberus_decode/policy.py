@@ -69,7 +69,7 @@ class FixedTree(Policy):
             refuse("FixedTree", "size", "a number of drafts >= 0, None or 'auto'", self.size)
         object.__setattr__(self, "choices", best_first(self.choices))
 
-    def resolve(self, heads_config: Any, costs: Callable[[], CostTable]) -> Policy:
+    def resolve(self, heads_config: Any, costs: Callable[[], CostTable]) -> FixedTree:
         """Fill in the heads' tree and the best size."""
         choices = self.choices
         if not choices:
@@ -129,6 +129,7 @@ class Gated(Policy):
 
     def num_drafts(self, hidden: torch.Tensor, entropy: torch.Tensor) -> int:
         """All of the tree where the gate is open in any sequence, else nothing."""
+        assert not isinstance(self.threshold, str), "resolve comes first"
         if self.kind == "entropy":
             _, is_open = ck.gate(hidden, entropy=entropy, kind="entropy", threshold=self.threshold)
         else:

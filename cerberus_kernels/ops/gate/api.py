@@ -73,13 +73,13 @@ def _keep_for_backward(
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    hidden, logits, *weights = ctx.saved_tensors
+    hidden, logits, w1, b1, w2, b2 = ctx.saved_tensors
     d_hidden = d_entropy = d_logits = None
     d_weights: tuple[torch.Tensor | None, ...] = (None,) * 4
     if ctx.kind == "learned":
-        d_hidden, *exact = reference.probability_gradients(hidden, *weights, ctx.eps, gradient)
+        d_hidden, *exact = reference.probability_gradients(hidden, w1, b1, w2, b2, ctx.eps, gradient)
         d_hidden = d_hidden.to(hidden.dtype)
-        d_weights = tuple(grad.to(weight.dtype) for grad, weight in zip(exact, weights, strict=True))
+        d_weights = tuple(grad.to(weight.dtype) for grad, weight in zip(exact, (w1, b1, w2, b2), strict=True))
     elif ctx.kind == "hidden_entropy":
         d_hidden = reference.entropy_gradient(hidden, gradient).to(hidden.dtype)
     elif ctx.entropy_given:
@@ -144,6 +144,7 @@ def gate(
         refuse(op, "kind", f"one of {', '.join(reference.KINDS)}", repr(kind))
     _check_inputs(hidden, entropy, logits, kind, weights, vocab_size)
     given = entropy if entropy is not None else logits if kind == "entropy" else hidden
+    assert given is not None
     columns = 0
     if logits is not None:
         columns = logits.shape[1] if vocab_size is None else vocab_size
@@ -193,6 +194,7 @@ def _check_inputs(
             if tensor is not None:
                 refuse(op, name, f"None for kind {kind!r}", f"shape {list(tensor.shape)}")
         check_tensor(op, "hidden", hidden, ndim=2, dtypes=FLOATS)
+        assert hidden is not None
         if hidden.shape[1] < 1:
             refuse(op, "hidden", "of width >= 1", f"shape {list(hidden.shape)}")
     if vocab_size is not None and logits is None:
@@ -204,6 +206,7 @@ def _check_inputs(
     if weights is None:
         refuse(op, "weights", "GateWeights(w1, b1, w2, b2) for kind 'learned'", "None")
     w1, b1, w2, b2 = weights
+    assert hidden is not None
     check_tensor(op, "weights.w1", w1, dtypes=FLOATS, shape=[None, hidden.shape[1]], device=hidden.device)
     for name, tensor, size in (("b1", b1, w1.shape[0]), ("w2", w2, w1.shape[0]), ("b2", b2, 1)):
         check_tensor(op, f"weights.{name}", tensor, dtypes=(w1.dtype,), shape=[size], device=hidden.device)

@@ -55,11 +55,16 @@ def gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs of the other kinds are None; thresholds fp32 [B] replaces threshold -> fp32 [B], bool [B]."""
     if kind == "learned":
+        assert hidden is not None and w1 is not None and b1 is not None and w2 is not None and b2 is not None
         score = probability(hidden, w1, b1, w2, b2, eps)
     elif kind == "hidden_entropy":
+        assert hidden is not None
         score = row_entropy(hidden)
+    elif entropy is not None:
+        score = entropy.clone()
     else:
-        score = entropy.clone() if entropy is not None else row_entropy(logits[:, :vocab_size])
+        assert logits is not None
+        score = row_entropy(logits[:, :vocab_size])
     limit = torch.full_like(score, threshold) if thresholds is None else thresholds
     return score, score >= limit if kind == "learned" else score < limit
 

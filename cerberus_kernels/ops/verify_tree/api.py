@@ -219,11 +219,10 @@ def _check_tree(
     max_depth: int | None,
 ) -> tuple[int, int]:
     """Refuse tensors that do not fit each other; the batch size and the greatest depth."""
-    ragged = cu_nodes is not None
-    check_tensor(OP, "logits", logits, ndim=2 if ragged else 3, dtypes=FLOATS)
+    check_tensor(OP, "logits", logits, ndim=3 if cu_nodes is None else 2, dtypes=FLOATS)
     device, nodes = logits.device, logits.shape[-2]
     shape = tuple(logits.shape[:-1])
-    if ragged:
+    if cu_nodes is not None:
         check_tensor(OP, "cu_nodes", cu_nodes, ndim=1, dtypes=(torch.int32,), device=device)
         if cu_nodes.shape[0] < 1:
             refuse(OP, "cu_nodes", "of shape [B + 1]", list(cu_nodes.shape))
@@ -239,7 +238,9 @@ def _check_tree(
         if num_nodes is not None:
             check_tensor(OP, "num_nodes", num_nodes, dtypes=(torch.int32,), shape=(batch,), device=device)
     check_tensor(OP, "draft_tokens", draft_tokens, dtypes=_TOKEN_DTYPES, shape=shape, device=device)
-    check_tensor(OP, "parents", parents, ndim=(1,) if ragged else (1, 2), dtypes=(torch.int32,), device=device)
+    check_tensor(
+        OP, "parents", parents, ndim=(1, 2) if cu_nodes is None else (1,), dtypes=(torch.int32,), device=device
+    )
     check_tensor(OP, "parents", parents, shape=(nodes,) if parents.ndim == 1 else shape)
     if max_depth is None:
         max_depth = nodes - 1
@@ -249,8 +250,8 @@ def _check_tree(
 
 
 def _check_out(out: Verdict, batch: int, max_depth: int, device: torch.device) -> None:
-    shapes = Verdict((batch, max_depth + 1), (batch,), (batch, max_depth + 1), (batch,), (batch,))
-    dtypes = Verdict(torch.int32, torch.int32, torch.int32, torch.float32, torch.uint8)
+    shapes = ((batch, max_depth + 1), (batch,), (batch, max_depth + 1), (batch,), (batch,))
+    dtypes = (torch.int32, torch.int32, torch.int32, torch.float32, torch.uint8)
     for name, tensor, shape, dtype in zip(Verdict._fields, out, shapes, dtypes, strict=True):
         check_tensor(OP, f"out.{name}", tensor, dtypes=(dtype,), shape=shape, device=device)
         if not tensor.is_contiguous():

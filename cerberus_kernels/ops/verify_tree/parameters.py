@@ -81,7 +81,7 @@ def split(parameter: Parameter, value: Any, batch: int, device: torch.device) ->
     if not isinstance(value, (int, float)) or (kind is int and not isinstance(value, int)):
         refuse(OP, name, f"{kind.__name__} or a tensor [{batch}]", repr(value))
     if not allowed(value):
-        got = repr(Mode(value).name.lower()) if name == "mode" else value
+        got = repr(Mode(int(value)).name.lower()) if name == "mode" else value
         refuse(OP, name, constraint, got)
     return kind(value), None
 

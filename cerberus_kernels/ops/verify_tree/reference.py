@@ -121,7 +121,9 @@ class TypicalRow:
 
     def draw(self, seed: int, position: int) -> int:
         """Gumbel-argmax over the accepted tokens, the lowest of equals; the greatest entry if there are none."""
-        tokens = self.accepts.nonzero().flatten() if not self.status else ()
+        if self.status:
+            return self.fallback
+        tokens = self.accepts.nonzero().flatten()
         if len(tokens) == 0:
             return self.fallback
         noise = gumbel(token_words(seed, position, tokens))
@@ -235,7 +237,7 @@ def verify_tree_out(
     tokens.fill_(-1)
     path.fill_(-1)
     for b, request in enumerate(requests):
-        outcome = verify(request, max_depth, Settings(*(column[b] for column in columns)))
+        outcome = verify(request, max_depth, Settings._make(column[b] for column in columns))
         accepted = len(outcome.path) - 1
         emitted = [request.drafts[node] for node in outcome.path[1:]] + [outcome.bonus]
         tokens[b, : accepted + 1] = tokens.new_tensor(emitted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -42,7 +43,7 @@ def _run(arguments: list[str] | None) -> int:
     from .messages import is_expected, one_line, usage_line
 
     # The class moved between releases of typer, this relation did not.
-    usage_error = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
+    usage_error: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
     try:
         status = app(arguments, prog_name="cerberus", standalone_mode=False)
     except usage_error as error:

@@ -84,7 +84,7 @@ class Session:
         kind = HEADS_OF_METHOD[method]
         if kind is None:
             return Decoder(self.adapter, policy=AutoRegressive())
-        policy: Any = FixedTree(size=tree_size)
+        policy: Any = FixedTree(size=tree_size)  # type: ignore[arg-type]  # the only word its parser lets through is auto
         if method == "cerberus_gated":
             policy = Gated(policy, threshold="auto" if gate_threshold is None else gate_threshold)
         return Decoder(self.adapter, heads=self._heads[kind], policy=policy)

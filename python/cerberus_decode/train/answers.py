@@ -201,7 +201,7 @@ class AnswerWriter:
         for row, prompt in enumerate(prompts):  # padded on the left, so that all rows go on at the same place
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        sampling = {"do_sample": False}
+        sampling: dict[str, Any] = {"do_sample": False}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature, "top_p": self.options.top_p, "top_k": 0}
         device = self.model.device
