@@ -88,3 +88,16 @@ def save_tiny_heads(folder: Path, kind: str = "cerberus", **changes) -> Path:
     weight = torch.randn(config.weight_shape, generator=generator) * 0.1
     DraftHeads(config, weight, torch.zeros(config.weight_shape[:3])).save(folder)
     return folder
+
+
+def save_tiny_answers(path: Path, num_sequences: int = 96) -> Path:
+    """Random answers in the form that training reads."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(12, 30, (num_sequences,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = torch.randint(4, VOCAB_SIZE, (int(offsets[-1]),), generator=generator).to(torch.int32)
+    starts = torch.full((num_sequences,), 4, dtype=torch.int32)
+    save_file({"tokens": tokens, "offsets": offsets, "answer_start": starts}, path)
+    return path

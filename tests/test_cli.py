@@ -13,7 +13,7 @@ from cerberus_decode import compare
 from cerberus_decode.cli import main
 from cerberus_decode.cli.prompts import BUILT_IN, Prompt, TextStream, encode, read_prompts, spread
 from cerberus_decode.metrics import Metrics
-from model_folders import save_tiny_heads, save_tiny_model, tiny_tokenizer
+from model_folders import save_tiny_answers, save_tiny_heads, save_tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")])}
@@ -381,3 +381,48 @@ def test_info_says_what_is_missing_and_why(capsys):
         "smollm2-135m-instruct",
     ):
         assert expected in out
+
+
+def test_train_makes_heads_and_continues_after_a_kill(tiny, capsys, tmp_path, monkeypatch):
+    from cerberus_decode.train import trainer
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(trainer, "CHECKPOINT_EVERY_STEPS", 4)
+    answers = save_tiny_answers(tmp_path / "answers.safetensors")
+    command = ["train", *tiny[:2], "--answers", str(answers), "--num-heads", "2", "--num-blocks", "1"]
+    command += ["--draft-vocab-size", "0", "--tokens-per-step", "128"]
+    assert main([*command, "--output", str(tmp_path / "whole")]) == 0
+    notes = capsys.readouterr().err
+    for expected in ("hidden states: 1 of 1", "loss ", "accuracy per head ", f"heads in {tmp_path / 'whole'}"):
+        assert expected in notes
+
+    learn, steps = trainer.Trainer.learn, []
+
+    def killed(self, *arguments):
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        steps.append(self.step)
+        return learn(self, *arguments)
+
+    monkeypatch.setattr(trainer.Trainer, "learn", killed)
+    assert main([*command, "--output", str(tmp_path / "killed")]) == 130
+    assert not (tmp_path / "killed").exists()
+    monkeypatch.setattr(trainer.Trainer, "learn", lambda *a: (steps.append(a[0].step), learn(*a))[1])
+    assert main([*command, "--output", str(tmp_path / "killed")]) == 0
+    assert steps[:8] == [0, 1, 2, 3, 4, 5, 4, 5]  # back to the checkpoint after four steps, then on
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert all((whole[name] == resumed[name]).all() for name in whole)
+
+    arguments = ["--method", "cerberus", "--heads", str(tmp_path / "whole"), "--tree-size", "1"]
+    text, _ = generated(capsys, *tiny, *arguments)
+    assert text == generated(capsys, *tiny, "--method", "ar")[0]
+
+
+def test_answers_without_the_right_tensors_are_refused(tiny, capsys, tmp_path):
+    from safetensors.torch import save_file
+
+    for content, expected in ((None, "is no readable safetensors file"), ({}, "got no answer_start, offsets, tokens")):
+        path = tmp_path / "answers.safetensors"
+        path.write_bytes(b"abc") if content is None else save_file(content, path)
+        assert main(["train", *tiny[:2], "--output", str(tmp_path / "out"), "--answers", str(path)]) == 1
+        assert expected in capsys.readouterr().err.splitlines()[-1]

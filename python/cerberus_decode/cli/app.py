@@ -11,6 +11,7 @@ from .train import train
 
 app = typer.Typer(
     add_completion=False,
+    pretty_exceptions_enable=False,
     help="Generate text with Cerberus draft heads, compare decoding methods, and train heads.",
 )
 app.command()(generate)

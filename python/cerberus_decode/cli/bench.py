@@ -83,6 +83,8 @@ def bench(
             for prompt in chosen
         ]
         outcomes = run_all(session, encoded, max_new_tokens, report)
+    import torch
+
     from ..compare import BASELINE, differences, rows
 
     num_rows = 1 + max(len(decoder.policy.choices) for decoder in session.decoders.values())
@@ -93,6 +95,9 @@ def bench(
         partial.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         partial.rename(json_file)
     show(table, found, [prompt.identity for prompt in chosen], dtype)
+    setting = f"{session.base.name}, {dtype}, {torch.get_num_threads()} threads, linear layers: {session.packing}"
+    trees = [f"{name} {len(decoder.policy.choices)}" for name, decoder in session.decoders.items() if name != "ar"]
+    print("\n".join([setting, *([f"drafts in a tree: {', '.join(trees)}"] if trees else [])]))
 
 
 def run_all(session: Session, encoded: list[tuple[str, list[int]]], max_new_tokens: int, report: Any) -> list[Outcome]:

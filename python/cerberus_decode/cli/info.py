@@ -115,4 +115,11 @@ def _heads_line(path: Path) -> str:
 
 
 def _packing() -> str:
-    return "unknown"
+    """For each dtype of the command, whether the linear layers of a CPU model would be packed, and why."""
+    import torch
+
+    from ..optimize import choose_linear
+    from .options import DTYPES
+
+    choices = [choose_linear(getattr(torch, name)) for name in DTYPES]
+    return "; ".join(f"{choice.method}, because {choice.reason}" for choice in choices)

@@ -42,6 +42,12 @@ class Session:
         tree_size: drafts in the tree, or ``"auto"``.
         gate_threshold: nats, None for the calibrated value.
         report: takes a line about progress.
+
+    Attributes:
+        base: the loaded model.
+        packing: what was made of its linear layers, in words.
+        adapter: the model's adapter, shared by all decoders.
+        decoders: one per method.
     """
 
     def __init__(
@@ -68,11 +74,13 @@ class Session:
         self.base: LoadedModel = load(model, dtype=dtype, report=report)
         kinds = {kind for method in methods if (kind := HEADS_OF_METHOD[method])}
         self._heads: dict[str, DraftHeads] = {kind: load_heads(self.base, kind, heads) for kind in sorted(kinds)}
+        self.packing = "left as it is: --no-optimize"
         if optimize:
+            from ..optimize import describe
             from ..optimize import optimize as repack
 
             report("packing the weights for this CPU")
-            repack(self.base.model)
+            self.packing = describe(repack(self.base.model))
         self.adapter = Adapter(self.base.model)
         report("choosing trees and gate")
         self.decoders = {method: self._decoder(method, tree_size, gate_threshold) for method in methods}
