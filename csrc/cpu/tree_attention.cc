@@ -7,133 +7,14 @@
 // How keys are shared out depends only on the request's own lengths, never on threads or neighbours.
 #include "cerberus/tree_attention.h"
 
-#include <new>
-
 #include "parallel.h"
 #include "simd.h"
+#include "tree_attention_tiles.h"
 
 namespace cerberus::CERBERUS_ISA {
 namespace {
 
-constexpr int64_t kKeys = 64;      // keys of a prefix tile
-constexpr int64_t kTreeKeys = 32;  // keys of a tree tile: one mask word
-constexpr int64_t kRows = 64;      // greatest rows of an item, a multiple of every kLanes
-constexpr int64_t kFewRows = kLanes >= 8 ? 4 : 2;
-constexpr int64_t kSplitKeys = 256;
-constexpr int64_t kMaxSplits = 32;
-constexpr int64_t kEnoughItems = 16;     // of one request: no need to split its keys
-constexpr int64_t kThreadCycles = 16000;  // work that pays for a thread
 constexpr int kBlockRows = 6;            // register block: 6 x 2 accumulators, 2 vectors, a broadcast
-
-CERBERUS_SIMD int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-CERBERUS_SIMD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-CERBERUS_SIMD int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// One allocation, handed out in pieces.
-class Buffer {
- public:
-  explicit Buffer(int64_t floats)
-      : data_(static_cast<float*>(::operator new(static_cast<size_t>(floats + 1) * 4, std::align_val_t(64)))),
-        next_(data_) {}
-  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  float* data() { return data_; }
-  float* take(int64_t floats) {
-    float* taken = next_;
-    next_ += floats;
-    return taken;
-  }
-
- private:
-  float* data_;
-  float* next_;
-};
-
-// How one request is cut into items.
-struct Request {
-  int64_t b, prefix, nodes;
-  int64_t rows, tile_rows, row_tiles;
-  int64_t prefix_tiles, tiles, splits;
-};
-
-struct Item {
-  int64_t head, first_row, rows, first_tile, last_tile;
-};
-
-struct Tile {
-  int64_t slot, count;
-  int64_t word;  // mask word of a tree tile, -1 for a prefix tile
-};
-
-// Scratch of one thread. `pitch` is the distance between two rows of head_dim floats.
-struct Workspace {
-  int64_t pitch;
-  float* queries;  // [head_dim, rows rounded up] of many rows, [rows, pitch] of a few
-  float* scores;   // [keys, rows rounded up] of many rows, [rows, kKeys] of a few
-  float* outputs;  // [rows, pitch], not yet divided by `sum`
-  float* keys;     // [kKeys, pitch]
-  float* values;   // [kKeys, pitch]
-  float* maximum;  // [rows]: of the scores so far
-  float* sum;      // [rows]: of exp(score - maximum)
-  float* factor;   // [rows]
-  int32_t* first_key;  // [rows]: first position that the window shows
-  uint32_t* words;     // [rows]: a tree tile's visible keys
-  int32_t least_first_key, greatest_first_key;
-
-  static int64_t floats(int64_t pitch) { return kRows * (3 * pitch + pitch + kKeys + 5); }
-
-  Workspace(Buffer& buffer, int64_t row_pitch) : pitch(row_pitch) {
-    queries = buffer.take(kRows * pitch);
-    scores = buffer.take(kRows * kKeys);
-    outputs = buffer.take(kRows * pitch);
-    keys = buffer.take(kKeys * pitch);
-    values = buffer.take(kKeys * pitch);
-    maximum = buffer.take(kRows);
-    sum = buffer.take(kRows);
-    factor = buffer.take(kRows);
-    first_key = reinterpret_cast<int32_t*>(buffer.take(kRows));
-    words = reinterpret_cast<uint32_t*>(buffer.take(kRows));
-  }
-};
-
-Request cut_request(const TreeAttentionArgs& args, int64_t b) {
-  Request request{};
-  request.b = b;
-  request.nodes = nodes_of(args, b);
-  if (request.nodes == 0) return request;
-  request.prefix = args.prefix_lens[b];
-  request.rows = request.nodes * (args.q_heads / args.kv_heads);
-  const int64_t even_rows = divide_up(request.rows, divide_up(request.rows, kRows));
-  request.tile_rows = request.rows <= kFewRows ? request.rows : round_up_to_lanes(even_rows);
-  request.row_tiles = divide_up(request.rows, request.tile_rows);
-  request.prefix_tiles = divide_up(request.prefix, kKeys);
-  request.tiles = request.prefix_tiles + divide_up(request.nodes, kTreeKeys);
-  const int64_t wanted = divide_up(request.prefix + request.nodes, kSplitKeys);
-  const bool enough = request.row_tiles * args.kv_heads >= kEnoughItems;
-  request.splits = enough ? 1 : least(least(wanted, kMaxSplits), request.tiles);
-  return request;
-}
-
-Item cut_item(const Request& request, int64_t head, int64_t row_tile, int64_t split) {
-  Item item{};
-  item.head = head;
-  item.first_row = row_tile * request.tile_rows;
-  item.rows = least(request.tile_rows, request.rows - item.first_row);
-  item.first_tile = request.tiles * split / request.splits;
-  item.last_tile = request.tiles * (split + 1) / request.splits;
-  return item;
-}
-
-Tile tile_at(const Request& request, int64_t index) {
-  if (index < request.prefix_tiles) {
-    const int64_t slot = index * kKeys;
-    return {slot, least(kKeys, request.prefix - slot), -1};
-  }
-  const int64_t word = index - request.prefix_tiles;
-  return {request.prefix + word * kTreeKeys, least(kTreeKeys, request.nodes - word * kTreeKeys), word};
-}
 
 // C[m][v] (+)= sum over k of A[m][k] * B[k][v] for a block of M rows and V vectors, k ascending.
 template <int M, int V>
@@ -183,66 +64,6 @@ void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int
     multiply_rows<2>(a, a_row, a_step, b + v, b_step, c + v, c_row, rows, steps, keep);
   }
   if (v < columns) multiply_rows<1>(a, a_row, a_step, b + v, b_step, c + v, c_row, rows, steps, keep);
-}
-
-// First position that each row's window shows; INT32_MIN without a window.
-void find_first_keys(const TreeAttentionArgs& args, const Request& request, const Item& item, const int32_t* depths,
-                     Workspace& work) {
-  const int64_t group = args.q_heads / args.kv_heads;
-  work.least_first_key = INT32_MAX;
-  work.greatest_first_key = INT32_MIN;
-  for (int64_t r = 0; r < item.rows; ++r) {
-    int64_t first = INT32_MIN;
-    if (depths) {
-      const int64_t depth = depths[request.b * args.nodes + (item.first_row + r) / group];
-      first = greatest(request.prefix + depth + 1 - args.window, INT32_MIN);
-    }
-    work.first_key[r] = static_cast<int32_t>(first);
-    work.least_first_key = static_cast<int32_t>(least(work.least_first_key, first));
-    work.greatest_first_key = static_cast<int32_t>(greatest(work.greatest_first_key, first));
-  }
-  for (int64_t r = item.rows; r < kRows; ++r) work.first_key[r] = INT32_MIN;
-}
-
-// Fills `words` for a tree tile. False if no row sees any of its keys.
-bool find_words(const TreeAttentionArgs& args, const Request& request, const Item& item, const Tile& tile,
-                const int32_t* depths, Workspace& work) {
-  const int64_t group = args.q_heads / args.kv_heads;
-  const uint32_t* mask = args.mask + request.b * args.mask_stride[0] + tile.word;
-  const uint32_t in_use = bits_in_use(tile.word, request.nodes);
-  const int32_t* tile_depths = depths ? depths + request.b * args.nodes + tile.word * kTreeKeys : nullptr;
-  uint32_t any = 0;
-  for (int64_t r = 0; r < item.rows; ++r) {
-    const int64_t row = item.first_row + r;
-    if (r > 0 && row % group != 0) {  // the same node as the row before
-      work.words[r] = work.words[r - 1];
-      continue;
-    }
-    uint32_t word = mask[row / group * args.mask_stride[1]] & in_use;
-    if (depths) {
-      for (int64_t j = 0; j < tile.count; ++j) {
-        if (request.prefix + tile_depths[j] < work.first_key[r]) word &= ~(1u << j);
-      }
-    }
-    work.words[r] = word;
-    any |= word;
-  }
-  for (int64_t r = item.rows; r < kRows; ++r) work.words[r] = 0;
-  return any != 0;
-}
-
-bool tile_is_visible(const TreeAttentionArgs& args, const Request& request, const Item& item, const Tile& tile,
-                     const int32_t* depths, Workspace& work) {
-  if (tile.word >= 0) return find_words(args, request, item, tile, depths, work);
-  return work.least_first_key < tile.slot + tile.count;
-}
-
-CERBERUS_SIMD bool tile_needs_mask(const Tile& tile, const Workspace& work) {
-  return tile.word >= 0 || work.greatest_first_key > tile.slot;
-}
-
-CERBERUS_SIMD bool key_is_visible(const Tile& tile, const Workspace& work, int64_t row, int64_t key) {
-  return tile.word >= 0 ? (work.words[row] >> key & 1u) != 0 : work.first_key[row] <= tile.slot + key;
 }
 
 CERBERUS_SIMD Floats cap(Floats score, float softcap) {
@@ -572,12 +393,11 @@ void run(const TreeAttentionArgs& args) {
   const int64_t items = groups * splits;
   if (items == 0) return;
 
-  Buffer depth_buffer(args.window > 0 ? args.batch * args.nodes : 0);
-  int32_t* depths = args.window > 0 ? reinterpret_cast<int32_t*>(depth_buffer.data()) : nullptr;
+  int32_t* depths = args.window > 0 ? reinterpret_cast<int32_t*>(allocate(args.batch * args.nodes)) : nullptr;
   if (depths) find_depths(args, depths);
   const int64_t pitch = round_up_to_lanes(args.head_dim);
   const int64_t split_floats = partial_rows * (pitch + 2);
-  Buffer partials(splits > 1 ? items * split_floats : 0);
+  float* partials = splits > 1 ? allocate(items * split_floats) : nullptr;
 
   // Cheap and dear row tiles alternate, since a later tile of a long chain sees more keys.
   const auto cut_group = [&](int64_t index, int64_t* row_tile, int64_t* head) __attribute__((always_inline)) {
@@ -588,8 +408,8 @@ void run(const TreeAttentionArgs& args) {
   };
   const int64_t cycles = partial_rows * greatest_keys / splits * args.head_dim / kLanes + 1;
   cpu::parallel_for(items, divide_up(kThreadCycles, cycles), [&](int64_t first, int64_t last) {
-    Buffer buffer(Workspace::floats(pitch));
-    Workspace work(buffer, pitch);
+    float* scratch = allocate(Workspace::floats(pitch));
+    Workspace work(scratch, pitch);
     for (int64_t index = first; index < last; ++index) {
       int64_t row_tile, head;
       const Request request = cut_group(index / splits, &row_tile, &head);
@@ -601,12 +421,14 @@ void run(const TreeAttentionArgs& args) {
         write_rows<T>(args, request, item, work.outputs, work.maximum, work.sum, pitch);
         continue;
       }
-      float* partial = partials.data() + index * split_floats;
+      float* partial = partials + index * split_floats;
       memcpy(partial, work.outputs, static_cast<size_t>(item.rows * pitch) * sizeof(float));
       memcpy(partial + partial_rows * pitch, work.maximum, static_cast<size_t>(item.rows) * sizeof(float));
       memcpy(partial + partial_rows * (pitch + 1), work.sum, static_cast<size_t>(item.rows) * sizeof(float));
     }
+    free(scratch);
   });
+  free(depths);
   if (splits == 1) return;
   cpu::parallel_for(groups, divide_up(kThreadCycles, partial_rows * splits * pitch / kLanes + 1),
                     [&](int64_t first, int64_t last) {
@@ -615,12 +437,13 @@ void run(const TreeAttentionArgs& args) {
       const Request request = cut_group(index, &row_tile, &head);
       if (row_tile >= request.row_tiles || request.splits == 1) continue;
       const Item item = cut_item(request, head, row_tile, 0);
-      float* partial = partials.data() + index * splits * split_floats;
+      float* partial = partials + index * splits * split_floats;
       merge_splits(item, request.splits, partial, split_floats, partial_rows, pitch);
       const float* maxima = partial + partial_rows * pitch;
       write_rows<T>(args, request, item, partial, maxima, maxima + partial_rows, pitch);
     }
   });
+  free(partials);
 }
 
 }  // namespace
