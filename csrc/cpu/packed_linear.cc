@@ -23,6 +23,7 @@ constexpr int64_t kStepElements = kStepDepth * kPanelWidth;
 // Steps of a block: 18 KiB of 16-bit weights.
 constexpr int64_t kBlockSteps = 96;
 constexpr int64_t kRowBlock = 64;
+constexpr int64_t kLineBytes = 64;
 
 // sum += weight * value. GCC 12 lets the instruction overwrite a factor instead of the sum and then moves sums through
 // memory, so the form that adds in place is spelled out.
@@ -67,7 +68,8 @@ CERBERUS_SIMD Floats weights(const Half* step, int64_t column) {
   return load(step + kPhase * kPanelWidth + column);
 }
 
-// A part of the weights to bring near while a tile is summed: `stride` bytes further at each step.
+// A part of the next block to bring near while a tile is summed: `stride` bytes further at each step. Without it the
+// first tile of a block waits for memory and the others leave it idle.
 struct Ahead {
   const char* from;
   int64_t stride;
@@ -101,6 +103,8 @@ CERBERUS_SIMD void accumulate(const float* const (&x)[kRows], int64_t input, con
 template <int kRows, int kVectors, typename T>
 CERBERUS_SIMD void tile(const float* x, int64_t x_stride, const T* panel, int64_t column, int64_t steps,
                         bool first, float* total, Ahead ahead) {
+  // Enough for a block that only this tile passes over; with more tiles the stride is shorter and lines repeat.
+  constexpr int64_t kLines = (sizeof(T) * kStepElements * kVectors / kPanelVectors + kLineBytes - 1) / kLineBytes;
   const float* rows[kRows];
   Floats sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -110,7 +114,7 @@ CERBERUS_SIMD void tile(const float* x, int64_t x_stride, const T* panel, int64_
     }
   }
   for (int64_t s = 0; s < steps; ++s) {
-    __builtin_prefetch(ahead.from, 0, 2);
+    for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(ahead.from + line * kLineBytes);
     ahead.from += ahead.stride;
     accumulate<0>(rows, kStepDepth * s, panel, column, sums);
     CERBERUS_OPAQUE(panel);

@@ -15,20 +15,29 @@ void check_dtype(const char* name, const TensorView& tensor, DType dtype) {
   }
 }
 
+// x is [.., in], out [.., out]: leading dimensions count as rows, which needs x contiguous where it has several.
 void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias, TensorView out) {
   PackedLinearArgs args{};
-  check_ndim(kOp, "x", x, 2);
-  check_last_contiguous(kOp, "x", x);
-  check_ndim(kOp, "out", out, 2);
+  const int last = x.ndim() - 1;
+  if (last < 0) TVM_FFI_THROW(ValueError) << kOp << ": x must have at least 1 dimension, got 0";
+  if (last == 1) {
+    check_last_contiguous(kOp, "x", x);
+  } else {
+    check_contiguous(kOp, "x", x);
+  }
+  check_ndim(kOp, "out", out, x.ndim());
   check_contiguous(kOp, "out", out);
   args.dtype = float_dtype(kOp, "x", x);
   args.out_dtype = float_dtype(kOp, "out", out);
   if (args.out_dtype != DType::f32) check_dtype("out", out, args.dtype);
-  args.rows = x.size(0);
-  args.in_features = x.size(1);
-  args.out_features = out.size(1);
-  args.x_stride = x.stride(0);
-  check_size(kOp, "out", out, 0, args.rows);
+  args.rows = 1;
+  for (int dim = 0; dim < last; ++dim) {
+    args.rows *= x.size(dim);
+    check_size(kOp, "out", out, dim, x.size(dim));
+  }
+  args.in_features = x.size(last);
+  args.out_features = out.size(last);
+  args.x_stride = last == 1 ? x.stride(0) : args.in_features;
 
   check_dtype("panels", panels, args.dtype);
   check_ndim(kOp, "panels", panels, 3);

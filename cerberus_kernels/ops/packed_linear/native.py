@@ -16,8 +16,7 @@ def packed_linear(
 ) -> torch.Tensor:
     """x [.., in], panels of a weight [out, in], bias [out] or None -> [.., out] in out_dtype, by default x's."""
     out = x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype or x.dtype)
-    if x.ndim == 2:
-        function("packed_linear")(x, panels, bias, out)
-    else:
-        function("packed_linear")(x.reshape(-1, x.shape[-1]), panels, bias, out.view(-1, out_features))
+    if x.ndim > 2 and not x.is_contiguous():
+        x = x.contiguous()
+    function("packed_linear")(x, panels, bias, out)
     return out
