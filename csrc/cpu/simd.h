@@ -1,5 +1,6 @@
-// Vectors of floats in the width of the instruction-set level being compiled: one source for every level, written
-// with the compiler's vector extensions. Everything is always inlined and lives in the level's namespace.
+// Vectors of floats in the width of the instruction-set level being compiled: one source for every level,
+// written with the compiler's vector extensions. Everything is always inlined and lives in the level's
+// namespace.
 #pragma once
 
 #include <cmath>
@@ -25,7 +26,8 @@ constexpr int kLanes = 4;
 #endif
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));  // a comparison of Floats gives -1 or 0 in each lane
+typedef int32_t Ints
+    __attribute__((vector_size(kLanes * 4)));  // a comparison of Floats gives -1 or 0 in each lane
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t ShortWords __attribute__((vector_size(kLanes * 2)));
 
@@ -85,15 +87,16 @@ CERBERUS_SIMD Floats load(const Half* from) {
   memcpy(&bits, from, sizeof(bits));
   const Words wide = __builtin_convertvector(bits, Words);
   const Words magnitude = (wide & 0x7fffu) << 13;
-  // The exponents differ by 112; multiplying keeps subnormals exact. Infinity and NaN keep the greatest exponent.
+  // The exponents differ by 112; multiplying keeps subnormals exact. Infinity and NaN keep the greatest
+  // exponent.
   const Words scaled = bit_cast<Words>(bit_cast<Floats>(magnitude) * 0x1p112f);
   const Words special = bit_cast<Words>(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
   return bit_cast<Floats>(scaled | special | (wide & 0x8000u) << 16);
 #endif
 }
 
-// 2 * kLanes elements in the order that is cheapest for the type: as they lie for fp32 and fp16, the even elements
-// and then the odd ones for bf16. For sums in which only the partners of a product must agree.
+// 2 * kLanes elements in the order that is cheapest for the type: as they lie for fp32 and fp16, the even
+// elements and then the odd ones for bf16. For sums in which only the partners of a product must agree.
 template <typename T>
 CERBERUS_SIMD void load_pair(const T* from, Floats& a, Floats& b) {
   a = load(from);
@@ -181,12 +184,13 @@ CERBERUS_SIMD float horizontal_maximum(Floats value) {
   return horizontal(value, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
-// What to subtract before the exponential: a greatest element of -inf (all of them -inf, or NaN) must not turn the
-// difference of two infinities into NaN.
+// What to subtract before the exponential: a greatest element of -inf (all of them -inf, or NaN) must not
+// turn the difference of two infinities into NaN.
 CERBERUS_SIMD float shift_for(float greatest) { return greatest == -INFINITY ? 0.0f : greatest; }
 
-// e^x within two units in the last place; 0 below -87.3 (where the result would be subnormal), infinity above 88.7,
-// NaN for NaN. x = n ln 2 + r, |r| <= ln(2) / 2, and the Taylor series of e^r to degree 7 (next term 5e-9).
+// e^x within two units in the last place; 0 below -87.3 (where the result would be subnormal), infinity
+// above 88.7, NaN for NaN. x = n ln 2 + r, |r| <= ln(2) / 2, and the Taylor series of e^r to degree 7 (next
+// term 5e-9).
 CERBERUS_SIMD Floats exponential(Floats x) {
   const Floats clamped = minimum(maximum(x, splat(-88.0f)), splat(89.0f));
   const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer

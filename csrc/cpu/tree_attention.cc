@@ -1,10 +1,11 @@
 // tree_attention on the CPU: online softmax over tiles of keys.
 //
-// A work item is one request, one key/value head, up to 64 rows (a row is a node and a query head of the group) and
-// a share of the keys. Rows lie in the lanes of the vectors: with q transposed once, scores^T = K q^T and
-// out += P V are one kernel that broadcasts scalars of its left factor, K needs no transposing, and the softmax has
-// no horizontal step. A few rows alone (plain decoding) would leave lanes idle; they take head_dim as lanes instead.
-// How keys are shared out depends only on the request's own lengths, never on threads or neighbours.
+// A work item is one request, one key/value head, up to 64 rows (a row is a node and a query head of the
+// group) and a share of the keys. Rows lie in the lanes of the vectors: with q transposed once, scores^T = K
+// q^T and out += P V are one kernel that broadcasts scalars of its left factor, K needs no transposing, and
+// the softmax has no horizontal step. A few rows alone (plain decoding) would leave lanes idle; they take
+// head_dim as lanes instead. How keys are shared out depends only on the request's own lengths, never on
+// threads or neighbours.
 #include "cerberus/tree_attention.h"
 
 #include "parallel.h"
@@ -14,12 +15,12 @@
 namespace cerberus::CERBERUS_ISA {
 namespace {
 
-constexpr int kBlockRows = 6;            // register block: 6 x 2 accumulators, 2 vectors, a broadcast
+constexpr int kBlockRows = 6;  // register block: 6 x 2 accumulators, 2 vectors, a broadcast
 
 // C[m][v] (+)= sum over k of A[m][k] * B[k][v] for a block of M rows and V vectors, k ascending.
 template <int M, int V>
-CERBERUS_SIMD void multiply_block(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
-                                  float* c, int64_t c_row, int64_t steps, bool keep) {
+CERBERUS_SIMD void multiply_block(const float* a, int64_t a_row, int64_t a_step, const float* b,
+                                  int64_t b_step, float* c, int64_t c_row, int64_t steps, bool keep) {
   Floats total[M][V];
   for (int m = 0; m < M; ++m) {
     for (int v = 0; v < V; ++v) total[m][v] = keep ? load(c + m * c_row + v * kLanes) : Floats{};
@@ -38,8 +39,9 @@ CERBERUS_SIMD void multiply_block(const float* a, int64_t a_row, int64_t a_step,
 }
 
 template <int V>
-CERBERUS_SIMD void multiply_rows(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
-                                 float* c, int64_t c_row, int64_t rows, int64_t steps, bool keep) {
+CERBERUS_SIMD void multiply_rows(const float* a, int64_t a_row, int64_t a_step, const float* b,
+                                 int64_t b_step, float* c, int64_t c_row, int64_t rows, int64_t steps,
+                                 bool keep) {
   int64_t m = 0;
   for (; m + kBlockRows <= rows; m += kBlockRows) {
     multiply_block<kBlockRows, V>(a + m * a_row, a_row, a_step, b, b_step, c + m * c_row, c_row, steps, keep);
@@ -47,12 +49,18 @@ CERBERUS_SIMD void multiply_rows(const float* a, int64_t a_row, int64_t a_step, 
   a += m * a_row;
   c += m * c_row;
   switch (rows - m) {
-    case 1: return multiply_block<1, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
-    case 2: return multiply_block<2, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
-    case 3: return multiply_block<3, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
-    case 4: return multiply_block<4, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
-    case 5: return multiply_block<5, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
-    default: return;
+    case 1:
+      return multiply_block<1, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
+    case 2:
+      return multiply_block<2, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
+    case 3:
+      return multiply_block<3, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
+    case 4:
+      return multiply_block<4, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
+    case 5:
+      return multiply_block<5, V>(a, a_row, a_step, b, b_step, c, c_row, steps, keep);
+    default:
+      return;
   }
 }
 
@@ -92,8 +100,8 @@ void transpose_queries(const TreeAttentionArgs& args, const Request& request, co
 
 // A tile's rows as floats, kLanes at a time; the lanes past head_dim are zero.
 template <typename T>
-void widen_rows(const TreeAttentionArgs& args, const T* cache, const int64_t* stride, int64_t b, const Tile& tile,
-                int64_t pitch, float* to) {
+void widen_rows(const TreeAttentionArgs& args, const T* cache, const int64_t* stride, int64_t b,
+                const Tile& tile, int64_t pitch, float* to) {
   for (int64_t key = 0; key < tile.count; ++key) {
     const T* from = cache + slot_offset(args, stride, b, tile.slot + key);
     for (int64_t d = 0; d < args.head_dim; d += kLanes) {
@@ -104,8 +112,9 @@ void widen_rows(const TreeAttentionArgs& args, const T* cache, const int64_t* st
 
 // Rows of a tile in fp32: in the cache itself where they already are, else widened into `to`.
 template <typename T>
-const float* tile_rows(const TreeAttentionArgs& args, const void* cache, const int64_t* stride, const Item& item,
-                       int64_t b, const Tile& tile, int64_t pitch, float* to, int64_t* row_stride) {
+const float* tile_rows(const TreeAttentionArgs& args, const void* cache, const int64_t* stride,
+                       const Item& item, int64_t b, const Tile& tile, int64_t pitch, float* to,
+                       int64_t* row_stride) {
   const T* head = static_cast<const T*>(cache) + item.head * stride[2];
   if (sizeof(T) == sizeof(float) && !args.block_table && args.head_dim % kLanes == 0) {
     *row_stride = stride[1];
@@ -162,8 +171,8 @@ void exponentiate_columns(int64_t count, int64_t padded_rows, Workspace& work) {
 }
 
 template <typename T>
-void attend_many(const TreeAttentionArgs& args, const Request& request, const Item& item, const int32_t* depths,
-                 Workspace& work) {
+void attend_many(const TreeAttentionArgs& args, const Request& request, const Item& item,
+                 const int32_t* depths, Workspace& work) {
   const int64_t pitch = work.pitch;
   const int64_t padded_rows = round_up_to_lanes(item.rows);
   transpose_queries<T>(args, request, item, padded_rows, work);
@@ -176,7 +185,8 @@ void attend_many(const TreeAttentionArgs& args, const Request& request, const It
     const Tile tile = tile_at(request, index);
     if (!tile_is_visible(args, request, item, tile, depths, work)) continue;
     int64_t k_row, v_row;
-    const float* k = tile_rows<T>(args, args.k_cache, args.k_stride, item, request.b, tile, pitch, work.keys, &k_row);
+    const float* k =
+        tile_rows<T>(args, args.k_cache, args.k_stride, item, request.b, tile, pitch, work.keys, &k_row);
     multiply(k, k_row, 1, work.queries, padded_rows, work.scores, padded_rows, tile.count, padded_rows,
              args.head_dim, false);
     adjust_scores(tile, args.softcap, padded_rows, work);
@@ -186,7 +196,8 @@ void attend_many(const TreeAttentionArgs& args, const Request& request, const It
       float* out = work.outputs + r * pitch;
       for (int64_t d = 0; d < pitch; d += kLanes) store(out + d, load(out + d) * work.factor[r]);
     }
-    const float* v = tile_rows<T>(args, args.v_cache, args.v_stride, item, request.b, tile, pitch, work.values, &v_row);
+    const float* v =
+        tile_rows<T>(args, args.v_cache, args.v_stride, item, request.b, tile, pitch, work.values, &v_row);
     multiply(work.scores, 1, padded_rows, v, v_row, work.outputs, pitch, item.rows, pitch, tile.count, true);
   }
 }
@@ -201,7 +212,8 @@ CERBERUS_SIMD void score_few(const TreeAttentionArgs& args, const T* k, int64_t 
     Floats total[R] = {};
     for (int64_t d = 0; d < args.head_dim; d += kLanes) {
       const Floats part = load_first(from + d, args.head_dim - d);
-      for (int r = 0; r < R; ++r) total[r] = multiply_add(load(work.queries + r * work.pitch + d), part, total[r]);
+      for (int r = 0; r < R; ++r)
+        total[r] = multiply_add(load(work.queries + r * work.pitch + d), part, total[r]);
     }
     for (int r = 0; r < R; ++r) work.scores[r * kKeys + key] = horizontal_sum(total[r]);
   }
@@ -241,8 +253,8 @@ CERBERUS_SIMD void exponentiate_few(const TreeAttentionArgs& args, const Tile& t
 
 // Adds V vectors of the values' columns from d on.
 template <typename T, int R, int V>
-CERBERUS_SIMD void weigh_few(const TreeAttentionArgs& args, const T* v, int64_t b, const Tile& tile, int64_t d,
-                             Workspace& work) {
+CERBERUS_SIMD void weigh_few(const TreeAttentionArgs& args, const T* v, int64_t b, const Tile& tile,
+                             int64_t d, Workspace& work) {
   Floats total[R][V];
   for (int r = 0; r < R; ++r) {
     for (int i = 0; i < V; ++i) {
@@ -265,8 +277,8 @@ CERBERUS_SIMD void weigh_few(const TreeAttentionArgs& args, const T* v, int64_t 
 }
 
 template <typename T, int R>
-void attend_few(const TreeAttentionArgs& args, const Request& request, const Item& item, const int32_t* depths,
-                Workspace& work) {
+void attend_few(const TreeAttentionArgs& args, const Request& request, const Item& item,
+                const int32_t* depths, Workspace& work) {
   constexpr int kVectors = R <= 3 ? 4 : 2;
   const int64_t group = args.q_heads / args.kv_heads;
   const T* q = static_cast<const T*>(args.q) + request.b * args.q_stride[0];
@@ -301,10 +313,14 @@ void attend(const TreeAttentionArgs& args, const Request& request, const Item& i
   find_first_keys(args, request, item, depths, work);
   if (request.rows > kFewRows) return attend_many<T>(args, request, item, depths, work);
   switch (item.rows) {
-    case 1: return attend_few<T, 1>(args, request, item, depths, work);
-    case 2: return attend_few<T, 2>(args, request, item, depths, work);
-    case 3: return attend_few<T, 3>(args, request, item, depths, work);
-    default: return attend_few<T, 4>(args, request, item, depths, work);
+    case 1:
+      return attend_few<T, 1>(args, request, item, depths, work);
+    case 2:
+      return attend_few<T, 2>(args, request, item, depths, work);
+    case 3:
+      return attend_few<T, 3>(args, request, item, depths, work);
+    default:
+      return attend_few<T, 4>(args, request, item, depths, work);
   }
 }
 
@@ -329,8 +345,8 @@ void write_rows(const TreeAttentionArgs& args, const Request& request, const Ite
   }
 }
 
-// Joins the splits of one request, head and row tile, in their order. A split is [rows, pitch] outputs, [rows]
-// maxima, [rows] sums; the first one takes the result.
+// Joins the splits of one request, head and row tile, in their order. A split is [rows, pitch] outputs,
+// [rows] maxima, [rows] sums; the first one takes the result.
 void merge_splits(const Item& item, int64_t splits, float* first, int64_t split_floats, int64_t partial_rows,
                   int64_t pitch) {
   float* maxima = first + partial_rows * pitch;
@@ -362,7 +378,8 @@ void clear_padding(const TreeAttentionArgs& args) {
     for (int64_t node = nodes_of(args, b); node < args.nodes; ++node) {
       T* out = static_cast<T*>(args.out) + b * args.out_stride[0] + node * args.out_stride[1];
       for (int64_t head = 0; head < args.q_heads; ++head) {
-        memset(static_cast<void*>(out + head * args.out_stride[2]), 0, static_cast<size_t>(args.head_dim) * sizeof(T));
+        memset(static_cast<void*>(out + head * args.out_stride[2]), 0,
+               static_cast<size_t>(args.head_dim) * sizeof(T));
         args.lse[b * args.lse_stride[0] + node * args.lse_stride[1] + head] = -INFINITY;
       }
     }
@@ -432,17 +449,17 @@ void run(const TreeAttentionArgs& args) {
   if (splits == 1) return;
   cpu::parallel_for(groups, divide_up(kThreadCycles, partial_rows * splits * pitch / kLanes + 1),
                     [&](int64_t first, int64_t last) {
-    for (int64_t index = first; index < last; ++index) {
-      int64_t row_tile, head;
-      const Request request = cut_group(index, &row_tile, &head);
-      if (row_tile >= request.row_tiles || request.splits == 1) continue;
-      const Item item = cut_item(request, head, row_tile, 0);
-      float* partial = partials + index * splits * split_floats;
-      merge_splits(item, request.splits, partial, split_floats, partial_rows, pitch);
-      const float* maxima = partial + partial_rows * pitch;
-      write_rows<T>(args, request, item, partial, maxima, maxima + partial_rows, pitch);
-    }
-  });
+                      for (int64_t index = first; index < last; ++index) {
+                        int64_t row_tile, head;
+                        const Request request = cut_group(index, &row_tile, &head);
+                        if (row_tile >= request.row_tiles || request.splits == 1) continue;
+                        const Item item = cut_item(request, head, row_tile, 0);
+                        float* partial = partials + index * splits * split_floats;
+                        merge_splits(item, request.splits, partial, split_floats, partial_rows, pitch);
+                        const float* maxima = partial + partial_rows * pitch;
+                        write_rows<T>(args, request, item, partial, maxima, maxima + partial_rows, pitch);
+                      }
+                    });
   free(partials);
 }
 
@@ -450,9 +467,12 @@ void run(const TreeAttentionArgs& args) {
 
 void tree_attention(const TreeAttentionArgs& args) {
   switch (args.dtype) {
-    case DType::f32: return run<float>(args);
-    case DType::f16: return run<Half>(args);
-    case DType::bf16: return run<BFloat16>(args);
+    case DType::f32:
+      return run<float>(args);
+    case DType::f16:
+      return run<Half>(args);
+    case DType::bf16:
+      return run<BFloat16>(args);
   }
 }
 

@@ -1,4 +1,5 @@
-// How tree_attention's work is cut into items and tiles, and which keys a tile's rows see. For tree_attention.cc only.
+// How tree_attention's work is cut into items and tiles, and which keys a tile's rows see. For
+// tree_attention.cc only.
 #pragma once
 
 #include <cstdlib>
@@ -15,15 +16,16 @@ constexpr int64_t kRows = 64;      // greatest rows of an item, a multiple of ev
 constexpr int64_t kFewRows = kLanes >= 8 ? 4 : 2;
 constexpr int64_t kSplitKeys = 256;
 constexpr int64_t kMaxSplits = 32;
-constexpr int64_t kEnoughItems = 16;     // of one request: no need to split its keys
+constexpr int64_t kEnoughItems = 16;      // of one request: no need to split its keys
 constexpr int64_t kThreadCycles = 16000;  // work that pays for a thread
 
 CERBERUS_SIMD int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 CERBERUS_SIMD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 CERBERUS_SIMD int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Scratch memory, 64-byte aligned; the caller frees it. No C++ allocation here: its clean-up code would leave symbols
-// that the levels share. A process that has no memory for it ends, as it would on touching overcommitted memory.
+// Scratch memory, 64-byte aligned; the caller frees it. No C++ allocation here: its clean-up code would leave
+// symbols that the levels share. A process that has no memory for it ends, as it would on touching
+// overcommitted memory.
 CERBERUS_SIMD float* allocate(int64_t floats) {
   const size_t bytes = static_cast<size_t>(floats / 16 + 1) * 64;
   float* taken = static_cast<float*>(aligned_alloc(64, bytes));
@@ -50,14 +52,14 @@ struct Tile {
 // Scratch of one thread. `pitch` is the distance between two rows of head_dim floats.
 struct Workspace {
   int64_t pitch;
-  float* queries;  // [head_dim, rows rounded up] of many rows, [rows, pitch] of a few
-  float* scores;   // [keys, rows rounded up] of many rows, [rows, kKeys] of a few
-  float* outputs;  // [rows, pitch], not yet divided by `sum`
-  float* keys;     // [kKeys, pitch]
-  float* values;   // [kKeys, pitch]
-  float* maximum;  // [rows]: of the scores so far
-  float* sum;      // [rows]: of exp(score - maximum)
-  float* factor;   // [rows]
+  float* queries;      // [head_dim, rows rounded up] of many rows, [rows, pitch] of a few
+  float* scores;       // [keys, rows rounded up] of many rows, [rows, kKeys] of a few
+  float* outputs;      // [rows, pitch], not yet divided by `sum`
+  float* keys;         // [kKeys, pitch]
+  float* values;       // [kKeys, pitch]
+  float* maximum;      // [rows]: of the scores so far
+  float* sum;          // [rows]: of exp(score - maximum)
+  float* factor;       // [rows]
   int32_t* first_key;  // [rows]: first position that the window shows
   uint32_t* words;     // [rows]: a tree tile's visible keys
   int32_t least_first_key, greatest_first_key;
@@ -122,8 +124,8 @@ Tile tile_at(const Request& request, int64_t index) {
 }
 
 // First position that each row's window shows; INT32_MIN without a window.
-void find_first_keys(const TreeAttentionArgs& args, const Request& request, const Item& item, const int32_t* depths,
-                     Workspace& work) {
+void find_first_keys(const TreeAttentionArgs& args, const Request& request, const Item& item,
+                     const int32_t* depths, Workspace& work) {
   const int64_t group = args.q_heads / args.kv_heads;
   work.least_first_key = INT32_MAX;
   work.greatest_first_key = INT32_MIN;
@@ -167,8 +169,8 @@ bool find_words(const TreeAttentionArgs& args, const Request& request, const Ite
   return any != 0;
 }
 
-bool tile_is_visible(const TreeAttentionArgs& args, const Request& request, const Item& item, const Tile& tile,
-                     const int32_t* depths, Workspace& work) {
+bool tile_is_visible(const TreeAttentionArgs& args, const Request& request, const Item& item,
+                     const Tile& tile, const int32_t* depths, Workspace& work) {
   if (tile.word >= 0) return find_words(args, request, item, tile, depths, work);
   return work.least_first_key < tile.slot + tile.count;
 }

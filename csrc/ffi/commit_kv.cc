@@ -31,7 +31,8 @@ void add_planes(const char* name, const tvm::ffi::Tensor& cache, int64_t rows, i
   plane.row_bytes = tensor.size(first + 3) * bytes;
   const int64_t layers = first == 1 ? tensor.size(0) : 1;
   for (int64_t layer = 0; layer < layers; ++layer) {
-    plane.data = static_cast<unsigned char*>(tensor.data_ptr()) + (first == 1 ? layer * tensor.stride(0) * bytes : 0);
+    plane.data =
+        static_cast<unsigned char*>(tensor.data_ptr()) + (first == 1 ? layer * tensor.stride(0) * bytes : 0);
     planes->push_back(plane);
   }
 }
@@ -51,10 +52,12 @@ void check_path(const CommitKvArgs& args, int64_t depth, int64_t rows, int64_t c
     }
     const int32_t* path = args.path + b * args.path_stride;
     for (int64_t step = 0; step <= accepted; ++step) {
-      const bool fits = step == 0 ? path[0] == 0 : path[step] > path[step - 1] && path[step] < capacity - prefix;
+      const bool fits =
+          step == 0 ? path[0] == 0 : path[step] > path[step - 1] && path[step] < capacity - prefix;
       if (!fits) {
-        TVM_FFI_THROW(ValueError) << kOp << ": path must be 0, then ascending node ids below " << capacity - prefix
-                                  << ", got " << path[step] << " at step " << step << " in row " << b;
+        TVM_FFI_THROW(ValueError) << kOp << ": path must be 0, then ascending node ids below "
+                                  << capacity - prefix << ", got " << path[step] << " at step " << step
+                                  << " in row " << b;
       }
     }
     if (!args.block_table) continue;
@@ -75,8 +78,8 @@ const int32_t* take_vector(const char* name, const TensorView& tensor, int64_t s
   return data<int32_t>(kOp, name, tensor);
 }
 
-void commit_kv(Caches k_caches, Caches v_caches, TensorView path, TensorView num_accepted, TensorView prefix_lens,
-               Optional<TensorView> block_table, TensorView new_lens) {
+void commit_kv(Caches k_caches, Caches v_caches, TensorView path, TensorView num_accepted,
+               TensorView prefix_lens, Optional<TensorView> block_table, TensorView new_lens) {
   CommitKvArgs args{};
   check_ndim(kOp, "path", path, 2);
   check_last_contiguous(kOp, "path", path);
@@ -107,8 +110,10 @@ void commit_kv(Caches k_caches, Caches v_caches, TensorView path, TensorView num
     check_size(kOp, "k_caches", shape, shape.ndim() - 4, args.batch);
   }
   std::vector<KvPlane> planes;
-  for (const tvm::ffi::Tensor& cache : k_caches) add_planes("k_caches", cache, rows, args.block_size, &planes);
-  for (const tvm::ffi::Tensor& cache : v_caches) add_planes("v_caches", cache, rows, args.block_size, &planes);
+  for (const tvm::ffi::Tensor& cache : k_caches)
+    add_planes("k_caches", cache, rows, args.block_size, &planes);
+  for (const tvm::ffi::Tensor& cache : v_caches)
+    add_planes("v_caches", cache, rows, args.block_size, &planes);
   args.planes = planes.data();
   args.num_planes = static_cast<int64_t>(planes.size());
   check_path(args, path.size(1) - 1, rows, capacity);

@@ -21,8 +21,9 @@ void check_lengths(const TreeAttentionArgs& args, int64_t blocks, int64_t blocks
     if (count == 0) continue;
     const int64_t prefix = args.prefix_lens[b];
     if (prefix < 0 || prefix > capacity - count) {
-      TVM_FFI_THROW(ValueError) << kOp << ": prefix_lens must be in [0, " << capacity - count << "] for " << count
-                                << " nodes in " << capacity << " slots, got " << prefix << " in row " << b;
+      TVM_FFI_THROW(ValueError) << kOp << ": prefix_lens must be in [0, " << capacity - count << "] for "
+                                << count << " nodes in " << capacity << " slots, got " << prefix << " in row "
+                                << b;
     }
     if (!args.block_table) continue;
     const int32_t* row = args.block_table + b * args.block_table_stride;
@@ -52,9 +53,9 @@ void check_sizes(const char* name, const TensorView& tensor, std::initializer_li
   for (const int64_t size : sizes) check_size(kOp, name, tensor, dim++, size);
 }
 
-void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, TensorView mask, TensorView prefix_lens,
-                    Optional<TensorView> block_table, Optional<TensorView> num_nodes, double scale, double softcap,
-                    int64_t window, TensorView out, TensorView lse) {
+void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, TensorView mask,
+                    TensorView prefix_lens, Optional<TensorView> block_table, Optional<TensorView> num_nodes,
+                    double scale, double softcap, int64_t window, TensorView out, TensorView lse) {
   TreeAttentionArgs args{};
   check_ndim(kOp, "q", q, 4);
   check_ndim(kOp, "k_cache", k_cache, 4);

@@ -8,8 +8,9 @@
 
 namespace cerberus {
 
-// Strides count elements; the last dimension of every tensor is contiguous. A contiguous cache is one block per
-// request: block_table is null, block_size its slots and the block stride the distance between two requests.
+// Strides count elements; the last dimension of every tensor is contiguous. A contiguous cache is one block
+// per request: block_table is null, block_size its slots and the block stride the distance between two
+// requests.
 struct TreeAttentionArgs {
   const void* q;               // [batch, nodes, q_heads, head_dim]
   const void* k_cache;         // [blocks, block_size, kv_heads, head_dim]
@@ -53,7 +54,8 @@ CERBERUS_HD int32_t depth_from_mask(const uint32_t* row, int64_t num_nodes) {
 }
 
 // Distance of logical slot `slot` of request b from the start of a cache with these strides.
-CERBERUS_HD int64_t slot_offset(const TreeAttentionArgs& args, const int64_t* stride, int64_t b, int64_t slot) {
+CERBERUS_HD int64_t slot_offset(const TreeAttentionArgs& args, const int64_t* stride, int64_t b,
+                                int64_t slot) {
   if (!args.block_table) return b * stride[0] + slot * stride[1];
   const int64_t block = args.block_table[b * args.block_table_stride + slot / args.block_size];
   return block * stride[0] + slot % args.block_size * stride[1];
