@@ -15,13 +15,16 @@ CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
 namespace isa_avx512 {
 CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
 }
-#define CERBERUS_DEFINE(op, Args)                                    \
-  void op(const Args& args) {                                        \
-    switch (active_isa()) {                                          \
-      case Isa::avx512: return isa_avx512::op(args);                 \
-      case Isa::avx2: return isa_avx2::op(args);                     \
-      default: return isa_baseline::op(args);                        \
-    }                                                                \
+#define CERBERUS_DEFINE(op, Args)      \
+  void op(const Args& args) {          \
+    switch (active_isa()) {            \
+      case Isa::avx512:                \
+        return isa_avx512::op(args);   \
+      case Isa::avx2:                  \
+        return isa_avx2::op(args);     \
+      default:                         \
+        return isa_baseline::op(args); \
+    }                                  \
   }
 #else
 #define CERBERUS_DEFINE(op, Args) \

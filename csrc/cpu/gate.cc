@@ -1,4 +1,5 @@
-// gate on the CPU: entropy in two passes over each block of a row, the learned probability as one small product.
+// gate on the CPU: entropy in two passes over each block of a row, the learned probability as one small
+// product.
 #include "cerberus/gate.h"
 
 #include <math.h>
@@ -112,8 +113,8 @@ inline void learned_scores(const GateArgs& args) {
       float* packed = args.scratch + b * width;
       float* inner = inner_rows + b * args.inner;
       pack_normed<T, W>(hidden + b * args.values_stride, args.columns, args.eps, packed);
-      dot_rows<W, 1>(packed, width, static_cast<const W*>(args.w1), args.w1_stride, args.inner, args.columns, inner,
-                     args.inner);
+      dot_rows<W, 1>(packed, width, static_cast<const W*>(args.w1), args.w1_stride, args.inner, args.columns,
+                     inner, args.inner);
       float logit = 0.0f;
       for (int64_t m = 0; m < args.inner; ++m) {
         const float before = inner[m] + to_float(b1[m]);
@@ -127,9 +128,12 @@ inline void learned_scores(const GateArgs& args) {
 template <typename T>
 inline void learned_scores_by_weights(const GateArgs& args) {
   switch (args.weights_dtype) {
-    case DType::f32: return learned_scores<T, float>(args);
-    case DType::f16: return learned_scores<T, Half>(args);
-    case DType::bf16: return learned_scores<T, BFloat16>(args);
+    case DType::f32:
+      return learned_scores<T, float>(args);
+    case DType::f16:
+      return learned_scores<T, Half>(args);
+    case DType::bf16:
+      return learned_scores<T, BFloat16>(args);
   }
 }
 
@@ -149,9 +153,15 @@ void gate(const GateArgs& args) {
     for (int64_t b = 0; b < args.batch; ++b) args.score[b] = args.entropy[b];
   } else {
     switch (args.values_dtype) {
-      case DType::f32: scores<float>(args); break;
-      case DType::f16: scores<Half>(args); break;
-      case DType::bf16: scores<BFloat16>(args); break;
+      case DType::f32:
+        scores<float>(args);
+        break;
+      case DType::f16:
+        scores<Half>(args);
+        break;
+      case DType::bf16:
+        scores<BFloat16>(args);
+        break;
     }
   }
   for (int64_t b = 0; b < args.batch; ++b) args.open[b] = gate_opens(args, b, args.score[b]);

@@ -1,6 +1,6 @@
-// head_topk on the CPU: one pass over the weight. Each share of the vocabulary takes its blocks in order; a block's
-// logits live on the stack, leave a maximum and a sum of exponentials behind, and the few that beat the share's k best
-// enter its heap.
+// head_topk on the CPU: one pass over the weight. Each share of the vocabulary takes its blocks in order; a
+// block's logits live on the stack, leave a maximum and a sum of exponentials behind, and the few that beat
+// the share's k best enter its heap.
 #include "cerberus/head_topk.h"
 
 #include <math.h>
@@ -33,7 +33,8 @@ struct Scratch {
 
   CandidateHeap heap(const HeadTopkArgs& args, int64_t share, int64_t row) const {
     const int64_t at = share * args.rows + row;
-    return {heap_values + at * args.k, heap_rows + at * args.k, heap_counts[at], static_cast<int32_t>(args.k)};
+    return {heap_values + at * args.k, heap_rows + at * args.k, heap_counts[at],
+            static_cast<int32_t>(args.k)};
   }
 };
 
@@ -66,15 +67,16 @@ CERBERUS_SIMD float sum_exp(const float* values, const float* weights, int64_t c
 }
 
 template <typename T, int Rows>
-inline void take_block(const HeadTopkArgs& args, const Scratch& scratch, int64_t share, int64_t row, int64_t block) {
+inline void take_block(const HeadTopkArgs& args, const Scratch& scratch, int64_t share, int64_t row,
+                       int64_t block) {
   const int64_t blocks = head_topk_blocks(args), block_rows = head_topk_block_rows(args.width);
   const int64_t first = block * block_rows;
   const int64_t count = first + block_rows <= args.vocab ? block_rows : args.vocab - first;
   const int64_t stride = packed_width(args.width);
   float logits[Rows][kHeadTopkMaxBlockRows];
   dot_rows<T, Rows>(scratch.packed + row * stride, stride,
-                    static_cast<const T*>(args.weight) + first * args.weight_stride, args.weight_stride, count,
-                    args.width, logits[0], kHeadTopkMaxBlockRows);
+                    static_cast<const T*>(args.weight) + first * args.weight_stride, args.weight_stride,
+                    count, args.width, logits[0], kHeadTopkMaxBlockRows);
   for (int s = 0; s < Rows; ++s) {
     const float maximum = max_of(logits[s], count);
     scratch.block_max[(row + s) * blocks + block] = maximum;
@@ -97,10 +99,17 @@ inline void take_share(const HeadTopkArgs& args, const Scratch& scratch, int64_t
   for (int64_t block = blocks * share / args.shares; block < blocks * (share + 1) / args.shares; ++block) {
     for (int64_t row = 0; row < args.rows; row += kRowTile) {
       switch (args.rows - row) {
-        case 1: take_block<T, 1>(args, scratch, share, row, block); break;
-        case 2: take_block<T, 2>(args, scratch, share, row, block); break;
-        case 3: take_block<T, 3>(args, scratch, share, row, block); break;
-        default: take_block<T, 4>(args, scratch, share, row, block);
+        case 1:
+          take_block<T, 1>(args, scratch, share, row, block);
+          break;
+        case 2:
+          take_block<T, 2>(args, scratch, share, row, block);
+          break;
+        case 3:
+          take_block<T, 3>(args, scratch, share, row, block);
+          break;
+        default:
+          take_block<T, 4>(args, scratch, share, row, block);
       }
     }
   }
@@ -148,9 +157,12 @@ inline void run(const HeadTopkArgs& args) {
 
 void head_topk(const HeadTopkArgs& args) {
   switch (args.dtype) {
-    case DType::f32: return run<float>(args);
-    case DType::f16: return run<Half>(args);
-    case DType::bf16: return run<BFloat16>(args);
+    case DType::f32:
+      return run<float>(args);
+    case DType::f16:
+      return run<Half>(args);
+    case DType::bf16:
+      return run<BFloat16>(args);
   }
 }
 

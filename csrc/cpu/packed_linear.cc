@@ -1,6 +1,6 @@
-// packed_linear on the CPU: threads split the panels; a panel is worked in blocks that stay in the first-level cache
-// while every tile of rows passes over them. An output is summed by one thread, input after input, whatever the
-// number of rows or threads, so a row's result depends on nothing but the row.
+// packed_linear on the CPU: threads split the panels; a panel is worked in blocks that stay in the
+// first-level cache while every tile of rows passes over them. An output is summed by one thread, input after
+// input, whatever the number of rows or threads, so a row's result depends on nothing but the row.
 #include "cerberus/packed_linear.h"
 
 #include "parallel.h"
@@ -14,7 +14,8 @@ constexpr int kTileRows = 8;
 #else
 constexpr int kTileRows = 4;
 #endif
-// A full tile is kTileRows x kTileVectors sums; a single row takes more columns, or it would wait for its own sums.
+// A full tile is kTileRows x kTileVectors sums; a single row takes more columns, or it would wait for its own
+// sums.
 constexpr int kTileVectors = 3;
 constexpr int kPanelVectors = kPanelWidth / kLanes;
 constexpr int kWideVectors = kPanelVectors < 6 ? kPanelVectors : 6;
@@ -25,8 +26,8 @@ constexpr int64_t kBlockSteps = 96;
 constexpr int64_t kRowBlock = 64;
 constexpr int64_t kLineBytes = 64;
 
-// sum += weight * value. GCC 12 lets the instruction overwrite a factor instead of the sum and then moves sums through
-// memory, so the form that adds in place is spelled out.
+// sum += weight * value. GCC 12 lets the instruction overwrite a factor instead of the sum and then moves
+// sums through memory, so the form that adds in place is spelled out.
 CERBERUS_SIMD void add_product(Floats& sum, Floats weight, Floats value) {
 #if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
   __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(value));
@@ -68,8 +69,8 @@ CERBERUS_SIMD Floats weights(const Half* step, int64_t column) {
   return load(step + kPhase * kPanelWidth + column);
 }
 
-// A part of the next block to bring near while a tile is summed: `stride` bytes further at each step. Without it the
-// first tile of a block waits for memory and the others leave it idle.
+// A part of the next block to bring near while a tile is summed: `stride` bytes further at each step. Without
+// it the first tile of a block waits for memory and the others leave it idle.
 struct Ahead {
   const char* from;
   int64_t stride;
@@ -103,8 +104,10 @@ CERBERUS_SIMD void accumulate(const float* const (&x)[kRows], int64_t input, con
 template <int kRows, int kVectors, typename T>
 CERBERUS_SIMD void tile(const float* x, int64_t x_stride, const T* panel, int64_t column, int64_t steps,
                         bool first, float* total, Ahead ahead) {
-  // Enough for a block that only this tile passes over; with more tiles the stride is shorter and lines repeat.
-  constexpr int64_t kLines = (sizeof(T) * kStepElements * kVectors / kPanelVectors + kLineBytes - 1) / kLineBytes;
+  // Enough for a block that only this tile passes over; with more tiles the stride is shorter and lines
+  // repeat.
+  constexpr int64_t kLines =
+      (sizeof(T) * kStepElements * kVectors / kPanelVectors + kLineBytes - 1) / kLineBytes;
   const float* rows[kRows];
   Floats sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -145,16 +148,24 @@ using PanelRows = void (*)(const float*, int64_t, const T*, int64_t, bool, float
 template <typename T>
 CERBERUS_SIMD PanelRows<T> panel_rows_for(int64_t rows) {
   switch (rows) {
-    case 1: return panel_rows<1, T>;
-    case 2: return panel_rows<2, T>;
-    case 3: return panel_rows<3, T>;
+    case 1:
+      return panel_rows<1, T>;
+    case 2:
+      return panel_rows<2, T>;
+    case 3:
+      return panel_rows<3, T>;
 #if defined(CERBERUS_LEVEL_avx512)
-    case 4: return panel_rows<4, T>;
-    case 5: return panel_rows<5, T>;
-    case 6: return panel_rows<6, T>;
-    case 7: return panel_rows<7, T>;
+    case 4:
+      return panel_rows<4, T>;
+    case 5:
+      return panel_rows<5, T>;
+    case 6:
+      return panel_rows<6, T>;
+    case 7:
+      return panel_rows<7, T>;
 #endif
-    default: return panel_rows<kTileRows, T>;
+    default:
+      return panel_rows<kTileRows, T>;
   }
 }
 
@@ -168,7 +179,7 @@ CERBERUS_SIMD int64_t num_passes(int64_t rows) {
 // out[r, c] = round(total[r, c] + bias[c]) for the panel's outputs.
 template <typename T, typename Out>
 CERBERUS_SIMD void write(const float* total, const T* bias, int64_t rows, int64_t columns, int64_t out_stride,
-                           Out* out) {
+                         Out* out) {
   for (int64_t r = 0; r < rows; ++r) {
     if (bias) {
       for (int64_t c = 0; c < columns; ++c) out[c] = from_float<Out>(total[c] + to_float(bias[c]));
@@ -191,7 +202,8 @@ void panels(const PackedLinearArgs& args, int64_t first_panel, int64_t last_pane
 
   for (int64_t p = first_panel; p < last_panel; ++p) {
     const int64_t column = p * kPanelWidth;
-    const int64_t columns = args.out_features - column < kPanelWidth ? args.out_features - column : kPanelWidth;
+    const int64_t columns =
+        args.out_features - column < kPanelWidth ? args.out_features - column : kPanelWidth;
     for (int64_t row = 0; row < args.rows; row += kRowBlock) {
       const int64_t rows = args.rows - row < kRowBlock ? args.rows - row : kRowBlock;
       const int64_t passes = num_passes(rows);
@@ -242,9 +254,12 @@ void run(const PackedLinearArgs& args) {
 
 void packed_linear(const PackedLinearArgs& args) {
   switch (args.dtype) {
-    case DType::f32: return run<float>(args);
-    case DType::f16: return run<Half>(args);
-    case DType::bf16: return run<BFloat16>(args);
+    case DType::f32:
+      return run<float>(args);
+    case DType::f16:
+      return run<Half>(args);
+    case DType::bf16:
+      return run<BFloat16>(args);
   }
 }
 

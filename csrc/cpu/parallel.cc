@@ -1,5 +1,5 @@
-// Finds the OpenMP runtime at first use. torch ships its own libgomp, in some builds under another file name, so
-// linking one here could start a second pool that fights with torch's for the same cores.
+// Finds the OpenMP runtime at first use. torch ships its own libgomp, in some builds under another file name,
+// so linking one here could start a second pool that fights with torch's for the same cores.
 #include "parallel.h"
 
 #include <dlfcn.h>

@@ -8,14 +8,15 @@
 
 namespace cerberus::cpu {
 
-// Threads a parallel_for may use now: the count of the process's OpenMP runtime (torch.set_num_threads sets it).
+// Threads a parallel_for may use now: the count of the process's OpenMP runtime (torch.set_num_threads sets
+// it).
 CERBERUS_EXPORT int num_threads();
 
 // Name of the runtime that lends its threads, or "none" where the work runs on the caller alone.
 CERBERUS_EXPORT const char* thread_runtime();
 
-// Run body(context, first, last) over disjoint ranges that cover [0, items). `grain` is the least number of items
-// worth a thread. Ranges depend on the thread count: a result must not depend on where ranges begin.
+// Run body(context, first, last) over disjoint ranges that cover [0, items). `grain` is the least number of
+// items worth a thread. Ranges depend on the thread count: a result must not depend on where ranges begin.
 void parallel_for_ranges(int64_t items, int64_t grain, void (*body)(void*, int64_t, int64_t), void* context);
 
 // The same for a callable `body(first, last)`.

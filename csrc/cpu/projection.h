@@ -1,6 +1,6 @@
-// Dot products of fp32 rows with the rows of a weight in fp32, bf16 or fp16, for one instruction-set level: include
-// only from sources compiled per level. A dot product's rounding depends on the two rows and the level alone, not on
-// the tile it was computed in.
+// Dot products of fp32 rows with the rows of a weight in fp32, bf16 or fp16, for one instruction-set level:
+// include only from sources compiled per level. A dot product's rounding depends on the two rows and the
+// level alone, not on the tile it was computed in.
 #pragma once
 
 #include <cstdint>
@@ -45,10 +45,11 @@ inline void pack_row(const T* row, int64_t width, float scale, float* packed) {
   }
 }
 
-// out[s * out_stride + r] = packed row s · weight row r, for Rows rows of packed and WeightRows of the weight.
+// out[s * out_stride + r] = packed row s · weight row r, for Rows rows of packed and WeightRows of the
+// weight.
 template <typename T, int Rows, int WeightRows>
-CERBERUS_SIMD void dot_tile(const float* packed, int64_t packed_stride, const T* weight, int64_t weight_stride,
-                              int64_t width, float* out, int64_t out_stride) {
+CERBERUS_SIMD void dot_tile(const float* packed, int64_t packed_stride, const T* weight,
+                            int64_t weight_stride, int64_t width, float* out, int64_t out_stride) {
   Floats sums[Rows][WeightRows];
   for (int s = 0; s < Rows; ++s) {
     for (int r = 0; r < WeightRows; ++r) sums[s][r] = splat(0.0f);
@@ -79,8 +80,8 @@ CERBERUS_SIMD void dot_tile(const float* packed, int64_t packed_stride, const T*
   }
 }
 
-// out[s * out_stride + r] for Rows packed rows and `weight_rows` rows of the weight. Eight running sums hide the
-// latency of a multiply-add and still leave registers for the operands.
+// out[s * out_stride + r] for Rows packed rows and `weight_rows` rows of the weight. Eight running sums hide
+// the latency of a multiply-add and still leave registers for the operands.
 template <typename T, int Rows>
 inline void dot_rows(const float* packed, int64_t packed_stride, const T* weight, int64_t weight_stride,
                      int64_t weight_rows, int64_t width, float* out, int64_t out_stride) {

@@ -10,8 +10,8 @@ void tree_mask(const TreeMaskArgs& args) {
   cpu::parallel_for(args.batch, 1 + 4096 / (1 + args.nodes), [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {
       const int32_t nodes = static_cast<int32_t>(args.nodes);
-      write_tree_mask(args.parents + b * args.parents_stride, args.num_nodes ? args.num_nodes[b] : nodes, nodes,
-                      args.mask + b * row_words);
+      write_tree_mask(args.parents + b * args.parents_stride, args.num_nodes ? args.num_nodes[b] : nodes,
+                      nodes, args.mask + b * row_words);
     }
   });
 }

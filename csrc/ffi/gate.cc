@@ -31,9 +31,9 @@ void take_values(const char* name, const TensorView& values, GateArgs& args) {
 }
 
 void gate(Optional<TensorView> hidden, Optional<TensorView> entropy, Optional<TensorView> logits,
-          Optional<TensorView> thresholds, Optional<TensorView> w1, Optional<TensorView> b1, Optional<TensorView> w2,
-          Optional<TensorView> b2, tvm::ffi::String kind, double threshold, int64_t vocab_size, double eps,
-          TensorView score, TensorView open) {
+          Optional<TensorView> thresholds, Optional<TensorView> w1, Optional<TensorView> b1,
+          Optional<TensorView> w2, Optional<TensorView> b2, tvm::ffi::String kind, double threshold,
+          int64_t vocab_size, double eps, TensorView score, TensorView open) {
   GateArgs args{};
   const std::string name = kind;
   if (name == "entropy" && entropy.has_value()) {
@@ -46,7 +46,8 @@ void gate(Optional<TensorView> hidden, Optional<TensorView> entropy, Optional<Te
     args.kind = GateScore::entropy;
     take_values("logits", logits.value(), args);
     if (vocab_size < 1 || vocab_size > args.columns) {
-      TVM_FFI_THROW(ValueError) << kOp << ": vocab_size must be in [1, " << args.columns << "], got " << vocab_size;
+      TVM_FFI_THROW(ValueError) << kOp << ": vocab_size must be in [1, " << args.columns << "], got "
+                                << vocab_size;
     }
     args.columns = vocab_size;
   } else if (name == "hidden_entropy" && hidden.has_value()) {
@@ -68,7 +69,8 @@ void gate(Optional<TensorView> hidden, Optional<TensorView> entropy, Optional<Te
     args.b2 = take_vector("b2", b2, args.weights_dtype, 1);
     args.eps = static_cast<float>(eps);
   } else {
-    TVM_FFI_THROW(ValueError) << kOp << ": kind must be entropy, hidden_entropy or learned with its inputs, got "
+    TVM_FFI_THROW(ValueError) << kOp
+                              << ": kind must be entropy, hidden_entropy or learned with its inputs, got "
                               << name;
   }
   args.threshold = static_cast<float>(threshold);

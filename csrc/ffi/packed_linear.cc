@@ -15,7 +15,8 @@ void check_dtype(const char* name, const TensorView& tensor, DType dtype) {
   }
 }
 
-// x is [.., in], out [.., out]: leading dimensions count as rows, which needs x contiguous where it has several.
+// x is [.., in], out [.., out]: leading dimensions count as rows, which needs x contiguous where it has
+// several.
 void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias, TensorView out) {
   PackedLinearArgs args{};
   const int last = x.ndim() - 1;

@@ -1,5 +1,5 @@
-// Tensors from tvm-ffi to raw pointers: the checks that keep a kernel from reading what it must not. The Python
-// layer has already spoken to the user; these guard callers that come through the ffi directly.
+// Tensors from tvm-ffi to raw pointers: the checks that keep a kernel from reading what it must not. The
+// Python layer has already spoken to the user; these guard callers that come through the ffi directly.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
@@ -45,7 +45,8 @@ inline void check_size(const char* op, const char* name, const TensorView& tenso
 inline void check_last_contiguous(const char* op, const char* name, const TensorView& tensor) {
   const int last = tensor.ndim() - 1;
   if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    TVM_FFI_THROW(ValueError) << op << ": " << name << " must be contiguous in its last dimension, got stride "
+    TVM_FFI_THROW(ValueError) << op << ": " << name
+                              << " must be contiguous in its last dimension, got stride "
                               << tensor.stride(last);
   }
 }
@@ -60,12 +61,14 @@ inline void check_contiguous(const char* op, const char* name, const TensorView&
 template <typename T>
 T* data(const char* op, const char* name, const TensorView& tensor) {
   check_cpu(op, name, tensor);
-  const uint8_t code = std::is_floating_point<T>::value ? kDLFloat : std::is_signed<T>::value ? kDLInt : kDLUInt;
+  const uint8_t code = std::is_floating_point<T>::value ? kDLFloat
+                       : std::is_signed<T>::value       ? kDLInt
+                                                        : kDLUInt;
   if (!is_dtype(tensor, code, sizeof(T) * 8)) {
     const DLDataType dtype = tensor.dtype();
-    TVM_FFI_THROW(ValueError) << op << ": " << name << " must have element type code " << int(code) << " with "
-                              << sizeof(T) * 8 << " bits, got code " << int(dtype.code) << " with "
-                              << int(dtype.bits) << " bits";
+    TVM_FFI_THROW(ValueError) << op << ": " << name << " must have element type code " << int(code)
+                              << " with " << sizeof(T) * 8 << " bits, got code " << int(dtype.code)
+                              << " with " << int(dtype.bits) << " bits";
   }
   return static_cast<T*>(tensor.data_ptr());
 }

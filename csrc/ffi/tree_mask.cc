@@ -31,8 +31,9 @@ void tree_mask(TensorView parents, Optional<TensorView> num_nodes, TensorView ma
     const int32_t* row = args.parents + b * args.parents_stride;
     const int32_t bad = first_malformed_node(row, count);
     if (bad >= 0) {
-      TVM_FFI_THROW(ValueError) << kOp << ": parents must be -1 for the root and lie in [0, node) for every other node, got "
-                                << row[bad] << " for node " << bad << " in row " << b;
+      TVM_FFI_THROW(ValueError)
+          << kOp << ": parents must be -1 for the root and lie in [0, node) for every other node, got "
+          << row[bad] << " for node " << bad << " in row " << b;
     }
   }
   cpu::tree_mask(args);

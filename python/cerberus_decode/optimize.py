@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -61,13 +61,15 @@ class PackedLinear(nn.Module):
         tied: whether its weight is also used elsewhere and stays alive anyway.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, linear: nn.Linear, tied: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = ck.pack_linear(linear.weight)
         # Not register_parameter: the property `weight` below already answers to that name.
         if tied:
-            self._parameters["weight"] = linear.weight
+            self._parameters["weight"] = cast("nn.Parameter", linear.weight)
         self.register_parameter("bias", linear.bias)
 
     @property
@@ -229,8 +231,8 @@ def _measure(dtype: torch.dtype, threads: int, isa: str) -> LinearChoice:
             x = torch.randn(rows, _PROBE_SHAPE[1], generator=generator).to(dtype)
             ours, theirs = [], []
             for _ in range(_PROBE_ROUNDS):
-                ours.append(_time_ms(lambda x=x: ck.packed_linear(x, packed, backend="native")))
-                theirs.append(_time_ms(lambda x=x: nn.functional.linear(x, weight)))
+                ours.append(_time_ms(functools.partial(ck.packed_linear, x, packed, backend="native")))
+                theirs.append(_time_ms(functools.partial(nn.functional.linear, x, weight)))
             packed_ms[rows], torch_ms[rows] = min(ours), min(theirs)
     speedups = {rows: torch_ms[rows] / packed_ms[rows] for rows in _PROBE_ROWS}
     method = "packed" if statistics.geometric_mean(speedups.values()) > 1 else "torch"

@@ -1,5 +1,5 @@
-// Candidates of the draft heads: projection onto the vocabulary, log-sum-exp and the k best rows. The specification
-// is cerberus_kernels/ops/head_topk/reference.py.
+// Candidates of the draft heads: projection onto the vocabulary, log-sum-exp and the k best rows. The
+// specification is cerberus_kernels/ops/head_topk/reference.py.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 namespace cerberus {
 
 struct HeadTopkArgs {
-  const void* states;        // [rows, width]
-  const void* weight;        // [>= vocab, width]
-  DType dtype;               // of both
+  const void* states;  // [rows, width]
+  const void* weight;  // [>= vocab, width]
+  DType dtype;         // of both
   int64_t rows;
   int64_t width;
-  int64_t vocab;             // rows of weight in use
-  int64_t k;                 // in [1, vocab]
-  int64_t states_stride;     // elements from row to row
+  int64_t vocab;          // rows of weight in use
+  int64_t k;              // in [1, vocab]
+  int64_t states_stride;  // elements from row to row
   int64_t weight_stride;
   const int32_t* token_map;  // [vocab] or null
   int32_t* tokens;           // [rows, k]
@@ -27,9 +27,11 @@ struct HeadTopkArgs {
   void* scratch;             // head_topk_scratch_bytes(args), aligned to 64
 };
 
-// The vocabulary is summed block by block and the blocks in order, so that no rounding depends on the shares. A block
-// of the weight stays in a core's cache while every row of states passes over it.
-CERBERUS_HD int64_t head_topk_block_rows(int64_t width) { return width <= 1024 ? 64 : width <= 2048 ? 32 : 16; }
+// The vocabulary is summed block by block and the blocks in order, so that no rounding depends on the shares.
+// A block of the weight stays in a core's cache while every row of states passes over it.
+CERBERUS_HD int64_t head_topk_block_rows(int64_t width) {
+  return width <= 1024 ? 64 : width <= 2048 ? 32 : 16;
+}
 inline constexpr int64_t kHeadTopkMaxBlockRows = 64;
 
 CERBERUS_HD int64_t head_topk_blocks(const HeadTopkArgs& args) {
@@ -50,8 +52,8 @@ CERBERUS_HD int64_t head_topk_scratch_bytes(const HeadTopkArgs& args) {
   return 4 * args.rows * (packed + 2 * head_topk_blocks(args) + args.shares * (2 * args.k + 1));
 }
 
-// The best k of the (value, row) pairs pushed so far, as a heap with the worst on top. Greater values are better,
-// equal ones by the lower row, so the set does not depend on the order of pushes.
+// The best k of the (value, row) pairs pushed so far, as a heap with the worst on top. Greater values are
+// better, equal ones by the lower row, so the set does not depend on the order of pushes.
 struct CandidateHeap {
   float* values;
   int32_t* rows;
@@ -64,12 +66,13 @@ CERBERUS_HD bool candidate_better(float value, int32_t row, float other_value, i
 }
 
 // Put (value, row) where position `hole` is free and everything below it is already a heap.
-CERBERUS_HD void candidate_sink(const CandidateHeap& heap, int32_t count, int32_t hole, float value, int32_t row) {
+CERBERUS_HD void candidate_sink(const CandidateHeap& heap, int32_t count, int32_t hole, float value,
+                                int32_t row) {
   while (true) {
     int32_t child = 2 * hole + 1;
     if (child >= count) break;
-    if (child + 1 < count &&
-        candidate_better(heap.values[child], heap.rows[child], heap.values[child + 1], heap.rows[child + 1])) {
+    if (child + 1 < count && candidate_better(heap.values[child], heap.rows[child], heap.values[child + 1],
+                                              heap.rows[child + 1])) {
       ++child;
     }
     if (!candidate_better(value, row, heap.values[child], heap.rows[child])) break;

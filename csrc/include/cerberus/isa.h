@@ -1,5 +1,5 @@
-// Instruction-set levels: each operator's source is compiled once per level into its own namespace, and the level
-// is chosen once, at run time. CERBERUS_ISA names the namespace of the level being compiled.
+// Instruction-set levels: each operator's source is compiled once per level into its own namespace, and the
+// level is chosen once, at run time. CERBERUS_ISA names the namespace of the level being compiled.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace cpu {
 CERBERUS_EXPORT const char* isa_name(Isa level);
 // Best level that this processor runs and this library holds.
 CERBERUS_EXPORT Isa best_isa();
-// The level in use: set_isa's, else CERBERUS_CPU_ISA's, else the best. Throws std::invalid_argument on a level
-// that is unknown or that this processor lacks.
+// The level in use: set_isa's, else CERBERUS_CPU_ISA's, else the best. Throws std::invalid_argument on a
+// level that is unknown or that this processor lacks.
 CERBERUS_EXPORT Isa active_isa();
 CERBERUS_EXPORT void set_isa(const char* name);
 

@@ -12,15 +12,18 @@ namespace cerberus {
 inline constexpr int64_t kPanelWidth = 48;
 inline constexpr int64_t kStepDepth = 2;
 
-CERBERUS_HD int64_t num_panels(int64_t out_features) { return (out_features + kPanelWidth - 1) / kPanelWidth; }
+CERBERUS_HD int64_t num_panels(int64_t out_features) {
+  return (out_features + kPanelWidth - 1) / kPanelWidth;
+}
 CERBERUS_HD int64_t num_steps(int64_t in_features) { return (in_features + kStepDepth - 1) / kStepDepth; }
 
 struct PackedLinearArgs {
-  const void* x;       // [rows, in_features] of `dtype`, rows contiguous
-  const void* panels;  // [num_panels(out_features), num_steps(in_features), kStepDepth * kPanelWidth] of `dtype`
-  const void* bias;    // [out_features] of `dtype`, or null
-  void* out;           // [rows, out_features] of `out_dtype`, contiguous, written whole
-  float* scratch;      // packed_linear_scratch(rows, in_features) floats
+  const void* x;  // [rows, in_features] of `dtype`, rows contiguous
+  const void*
+      panels;  // [num_panels(out_features), num_steps(in_features), kStepDepth * kPanelWidth] of `dtype`
+  const void* bias;  // [out_features] of `dtype`, or null
+  void* out;         // [rows, out_features] of `out_dtype`, contiguous, written whole
+  float* scratch;    // packed_linear_scratch(rows, in_features) floats
   int64_t rows;
   int64_t in_features;
   int64_t out_features;
@@ -29,8 +32,8 @@ struct PackedLinearArgs {
   DType out_dtype;  // `dtype` or f32
 };
 
-// Floats between two rows of the fp32 copy of x: the odd cache line keeps rows of power-of-two length out of the
-// same cache sets.
+// Floats between two rows of the fp32 copy of x: the odd cache line keeps rows of power-of-two length out of
+// the same cache sets.
 CERBERUS_HD int64_t packed_linear_scratch_stride(int64_t in_features) {
   return num_steps(in_features) * kStepDepth + 16;
 }

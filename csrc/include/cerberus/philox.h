@@ -1,4 +1,5 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and Gumbel noise from it.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and Gumbel noise from
+// it.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,9 @@ CERBERUS_HD PhiloxWords philox4x32(PhiloxWords counter, uint32_t key0, uint32_t 
   for (int round = 0; round < 10; ++round) {
     const uint64_t product0 = static_cast<uint64_t>(counter.word[0]) * 0xD2511F53u;
     const uint64_t product1 = static_cast<uint64_t>(counter.word[2]) * 0xCD9E8D57u;
-    counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0, static_cast<uint32_t>(product1),
-                static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1, static_cast<uint32_t>(product0)}};
+    counter = {
+        {static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0, static_cast<uint32_t>(product1),
+         static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1, static_cast<uint32_t>(product0)}};
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
@@ -56,8 +58,8 @@ CERBERUS_HD float natural_log(float x) {
   return (scale * -2.12194440e-4f + log_one_plus(mantissa - 1.0f)) + scale * 0.693359375f;
 }
 
-// Standard Gumbel noise -ln(-ln(1 - u)), u = (word + 1/2) / 2^32, within 1e-5. Both u and 1 - u are formed from
-// integers: neither end loses digits, and neither logarithm ever sees 0.
+// Standard Gumbel noise -ln(-ln(1 - u)), u = (word + 1/2) / 2^32, within 1e-5. Both u and 1 - u are formed
+// from integers: neither end loses digits, and neither logarithm ever sees 0.
 CERBERUS_HD float gumbel(uint32_t word) {
   const float u = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
   const float rest = (static_cast<float>(~word) + 0.5f) * 0x1p-32f;

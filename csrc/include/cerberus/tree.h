@@ -7,7 +7,8 @@
 
 namespace cerberus {
 
-// Index of the first node that breaks the encoding (parents[0] == -1, 0 <= parents[i] < i), or -1 if none does.
+// Index of the first node that breaks the encoding (parents[0] == -1, 0 <= parents[i] < i), or -1 if none
+// does.
 CERBERUS_HD int32_t first_malformed_node(const int32_t* parents, int32_t num_nodes) {
   if (num_nodes > 0 && parents[0] != -1) return 0;
   for (int32_t node = 1; node < num_nodes; ++node) {
