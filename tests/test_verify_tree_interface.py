@@ -149,7 +149,7 @@ def operands(batch: int) -> tuple:
 
 def test_opcheck():
     torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree.default, operands(3))
-    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree_out.default, (*operands(3), *verdict_of(3, 4)))
+    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree_out.default, operands(3), verdict_of(3, 4)._asdict())
 
 
 def test_compiles_whole(backend):

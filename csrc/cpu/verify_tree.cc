@@ -17,8 +17,8 @@ constexpr float kLeastScore = -87.0f;  // below it a weight would be subnormal: 
 constexpr int32_t kNoCut = 0x7fffffff;
 
 // Least number of chunks worth a thread, for passes that only compare and for those that take exponentials.
-constexpr int64_t kComparingGrain = 32;
-constexpr int64_t kSummingGrain = 8;
+constexpr int64_t kComparingGrain = 64;
+constexpr int64_t kSummingGrain = 16;
 
 struct Group {
   Floats part[kParts];
@@ -47,21 +47,45 @@ CERBERUS_SIMD double sum_in_order(const Group& group) {
 }
 
 CERBERUS_SIMD bool any(Ints condition) {
-  int32_t lanes[kLanes], found = 0;
-  memcpy(lanes, &condition, sizeof(lanes));
-  for (int i = 0; i < kLanes; ++i) found |= lanes[i];
-  return found != 0;
+#if defined(CERBERUS_LEVEL_avx512)
+  return _mm512_test_epi32_mask(bit_cast<__m512i>(condition), bit_cast<__m512i>(condition)) != 0;
+#elif defined(CERBERUS_LEVEL_avx2)
+  return _mm256_movemask_ps(bit_cast<__m256>(condition)) != 0;
+#else
+  int64_t halves[2];
+  memcpy(halves, &condition, sizeof(halves));
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
+// e^x within two units in the last place for x in [kLeastScore, 0]: what simd.h's exponential is without the care
+// that other arguments need.
+CERBERUS_SIMD Floats exponential_of_score(Floats x) {
+  const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = x * 1.44269504088896341f + shifter;
+  const Floats n = shifted - shifter;
+  Floats r = n * -0.693359375f + x;  // exact: few bits in the constant
+  r = n * 2.12194440e-4f + r;
+  Floats series = splat(1.0f / 5040);
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  return series * bit_cast<Floats>((bit_cast<Ints>(shifted) - (0x4b400000 - 127)) << 23);
 }
 
 // (entry - greatest) / temperature, 0 where they are equal (also at +inf), and its exponential. Below kLeastScore
-// both are 0.
+// the weight is 0, and the score means nothing more.
 CERBERUS_SIMD Floats score_of(Floats entry, float greatest, float temperature, Floats* weight) {
   Floats score = entry - greatest;
   if (temperature != 1.0f) score = score / temperature;
   score = select(entry == splat(greatest), Floats{}, score);
-  const Ints dead = score < splat(kLeastScore);
-  score = select(dead, Floats{}, score);
-  *weight = select(dead, Floats{}, exponential(score));
+  const Ints alive = score >= splat(kLeastScore);
+  score = select(alive, score, splat(kLeastScore));
+  *weight = select(alive, exponential_of_score(score), Floats{});
   return score;
 }
 
@@ -293,28 +317,60 @@ struct RowReader {
         }
       }
     });
-    const auto candidates = [&](double* total) __attribute__((always_inline)) {
+    if (draw.top_k > 0) {
+      // Most rows hold top_k tokens close to the greatest; only where they do not is every token a candidate.
+      constexpr float kFloors[] = {6.7e-3f, 3e-7f, 0.0f};
       int64_t count = 0;
-      *total = 0.0;
-      for (int64_t i = 0; i < vocab_size; ++i) {
-        const float score = slot.scores[i];
-        const bool kept = score > cut->score || (score == cut->score && i <= cut->token);
-        if (!kept || slot.weights[i] == 0.0f) continue;
-        slot.candidates[count++] = static_cast<int32_t>(i);
-        *total += slot.weights[i];
+      for (int attempt = 0; attempt < 3 && count < draw.top_k; ++attempt) {
+        count = find_candidates(*cut, kFloors[attempt]);
       }
-      return count;
-    };
-    double total;
-    int64_t count = candidates(&total);
-    if (draw.top_k > 0 && draw.top_k < count) {
-      select_tokens(slot, count, static_cast<double>(draw.top_k), [](int32_t) { return 1.0; }, cut);
-      count = candidates(&total);
+      if (count >= draw.top_k) {
+        select_tokens(slot, count, static_cast<double>(draw.top_k), [](int32_t) { return 1.0; }, cut);
+      }
     }
     if (draw.top_p < 1.0f) {
+      const double total = kept_weight(*cut);
+      // All tokens at or below the floor hold less than half of the mass that may be left out.
+      const double spare = 0.5 * (1.0 - static_cast<double>(draw.top_p)) * total;
+      const int64_t count = find_candidates(*cut, static_cast<float>(spare / static_cast<double>(vocab_size)));
       const auto weight = [&](int32_t token) { return static_cast<double>(slot.weights[token]); };
       select_tokens(slot, count, static_cast<double>(draw.top_p) * total, weight, cut);
     }
+  }
+
+  // Lists the kept tokens with a weight above `floor` in id order; their number.
+  int64_t find_candidates(const Cut& cut, float floor) const {
+    int64_t count = 0;
+    for (int64_t first = 0; first < vocab_size; first += kLanes) {
+      if (!any(load_first(slot.weights + first, vocab_size - first) > splat(floor))) continue;
+      const int64_t end = first + kLanes < vocab_size ? first + kLanes : vocab_size;
+      for (int64_t i = first; i < end; ++i) {
+        const float score = slot.scores[i];
+        const bool kept = score > cut.score || (score == cut.score && i <= cut.token);
+        if (kept && slot.weights[i] > floor) slot.candidates[count++] = static_cast<int32_t>(i);
+      }
+    }
+    return count;
+  }
+
+  // Sum of the kept tokens' weights, of those that are selected from.
+  double kept_weight(const Cut& selected) const {
+    const Cut cut{selected.score, selected.token, 0.0f};  // min_p comes after the selection
+    double total = 0.0;
+    for (int64_t first = 0; first < vocab_size; first += kVerifyChunk) {
+      const int64_t end = first + kVerifyChunk < vocab_size ? first + kVerifyChunk : vocab_size;
+      Group sums{};
+      for (int64_t i = first; i < end; i += kGroup) {
+        for (int p = 0; p < kParts; ++p) {
+          const int64_t at = i + p * kLanes;
+          if (at >= end) continue;
+          const Floats weight = load_first(slot.weights + at, end - at);
+          sums.part[p] += keep(cut, load_first(slot.scores + at, end - at), weight, at);
+        }
+      }
+      total += sum_in_order(sums);
+    }
+    return total;
   }
 
   // Typical acceptance at a row, worked out once.
@@ -331,6 +387,7 @@ struct RowReader {
     if (draw.top_k > 0 || draw.top_p < 1.0f) select(node, best.value, draw, &cut);
     const double nats = entropy(node, best.value, draw.temperature, cut, &result.total);
     const double scaled = draw.delta * exp(-nats);
+    result.nats = draw.temperature == 1.0f && !cut.filters() ? static_cast<float>(nats) : NAN;
     result.limit = (draw.epsilon < scaled ? draw.epsilon : scaled) * result.total;
     result.cut_score = cut.score;
     result.cut_token = cut.token;
@@ -380,6 +437,7 @@ void verify_request(const VerifyTreeArgs& args, int64_t b, const VerifySlot& slo
   WalkEnd end;
   BestEntry last;
   int32_t bonus;
+  float nats = NAN;
   if (args.mode[b] == static_cast<int64_t>(VerifyMode::greedy) || temperature == 0.0f) {
     end = walk_greedy(tree, path, &last, [&](int32_t node) { return reader.best_entry(node); });
     bonus = last.token;
@@ -392,14 +450,16 @@ void verify_request(const VerifyTreeArgs& args, int64_t b, const VerifySlot& slo
     });
     const TypicalRow& known = reader.typical_row(end.node, draw);
     last = {known.greatest, known.fallback, known.status};
+    if (known.status == 0) nats = known.nats;
     for (int32_t node = 0; node < tree.num_nodes; ++node) {
       if (slot.rows[node].read) end.status |= slot.rows[node].status;
     }
     bonus = reader.draw_token(end.node, draw, draw.position + static_cast<uint64_t>(end.depth));
   }
-  double total;
-  const Cut none{-INFINITY, kNoCut, 0.0f};
-  const float nats = last.status ? NAN : static_cast<float>(reader.entropy(end.node, last.value, 1.0f, none, &total));
+  if (last.status == 0 && isnan(nats)) {
+    double total;
+    nats = static_cast<float>(reader.entropy(end.node, last.value, 1.0f, {-INFINITY, kNoCut, 0.0f}, &total));
+  }
   write_verdict(args, b, tree, end, bonus, nats);
 }
 

@@ -10,7 +10,7 @@ import torch
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
 from . import native, reference
-from .parameters import OP, PARAMETERS, mode_code, split
+from .parameters import OP, PARAMETERS, mode_code, split, with_defaults, without_defaults
 from .reference import VerifyStatus
 
 __all__ = ["Verdict", "VerifyStatus", "verify_tree"]
@@ -39,43 +39,53 @@ class Verdict(NamedTuple):
     status: torch.Tensor
 
 
+_OUT_DTYPES = (torch.int32, torch.int32, torch.int32, torch.float32, torch.uint8)
+
+
 def _new_verdict(logits: torch.Tensor, cu_nodes: torch.Tensor | None, max_depth: int) -> Verdict:
     batch = logits.shape[0] if cu_nodes is None else cu_nodes.shape[0] - 1
+    shapes = ((batch, max_depth + 1), (batch,), (batch, max_depth + 1), (batch,), (batch,))
     device = logits.device
     return Verdict(
-        torch.empty((batch, max_depth + 1), dtype=torch.int32, device=device),
-        torch.empty((batch,), dtype=torch.int32, device=device),
-        torch.empty((batch, max_depth + 1), dtype=torch.int32, device=device),
-        torch.empty((batch,), dtype=torch.float32, device=device),
-        torch.empty((batch,), dtype=torch.uint8, device=device),
+        *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, _OUT_DTYPES, strict=True))
     )
 
 
-def _allocating(run: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The form that returns new outputs, from a backend's form that fills them."""
+def _filling(run: Callable[..., None]) -> Callable[..., None]:
+    """A backend's form for the schema with outputs: all arguments by place."""
 
-    def allocate_and_run(logits: Any, draft_tokens: Any, parents: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
-        verdict = _new_verdict(logits, rest[1], rest[3])
-        run(logits, draft_tokens, parents, *rest, *verdict)
+    def fill(*args: Any, **outputs: torch.Tensor) -> None:
+        run(*with_defaults(args), *(outputs[name] for name in Verdict._fields))
+
+    return fill
+
+
+def _allocating(run: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A backend's form for the schema that returns new outputs."""
+
+    def allocate_and_fill(*args: Any) -> tuple[torch.Tensor, ...]:
+        args = with_defaults(args)
+        verdict = _new_verdict(args[0], args[4], args[6])
+        run(*args, *verdict)
         return tuple(verdict)
 
-    return allocate_and_run
+    return allocate_and_fill
 
 
-def _fake(logits: Any, draft_tokens: Any, parents: Any, *rest: Any, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-    return tuple(_new_verdict(logits, rest[1], rest[3]))
+def _fake(*args: Any, backend: str = "auto") -> tuple[torch.Tensor, ...]:
+    return tuple(_new_verdict(args[0], args[4], args[6]))
 
 
-def _fake_out(*args: Any, backend: str = "auto") -> None:
+def _fake_out(*args: Any, **outputs: Any) -> None:
     return None
 
 
 _INPUTS = (
     "Tensor logits, Tensor draft_tokens, Tensor parents, Tensor? num_nodes, Tensor? cu_nodes, "
     "SymInt vocab_size, SymInt max_depth, "
-    + ", ".join(f"{parameter.kind.__name__} {parameter.name}_value" for parameter in PARAMETERS)
+    + ", ".join(f"{parameter.kind.__name__} {parameter.name}_value={parameter.default}" for parameter in PARAMETERS)
     + ", "
-    + ", ".join(f"Tensor? {parameter.name}_rows" for parameter in PARAMETERS)
+    + ", ".join(f"Tensor? {parameter.name}_rows=None" for parameter in PARAMETERS)
 )
 _OUTPUTS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcde", Verdict._fields, strict=True))
 _BACKENDS = {"reference": reference.verify_tree_out, "native": native.verify_tree_out}
@@ -85,7 +95,12 @@ _operator = Operator(
     {name: _allocating(run) for name, run in _BACKENDS.items()},
     _fake,
 )
-_out_operator = Operator(f"{OP}_out", f'({_INPUTS}, {_OUTPUTS}, *, str backend="auto") -> ()', _BACKENDS, _fake_out)
+_out_operator = Operator(
+    f"{OP}_out",
+    f'({_INPUTS}, *, {_OUTPUTS}, str backend="auto") -> ()',
+    {name: _filling(run) for name, run in _BACKENDS.items()},
+    _fake_out,
+)
 
 
 def verify_tree(
@@ -196,17 +211,15 @@ def verify_tree(
     device = logits.device
     first = 0 if position is None else position
     given = (mode_code(mode, device), temperature, top_k, top_p, min_p, epsilon, delta, seed, first)
-    scalars, rows = zip(
-        *(split(parameter, value, batch, device) for parameter, value in zip(PARAMETERS, given, strict=True)),
-        strict=True,
-    )
+    pairs = [split(parameter, value, batch, device) for parameter, value in zip(PARAMETERS, given, strict=True)]
+    parameters = without_defaults((*(pair[0] for pair in pairs), *(pair[1] for pair in pairs)))
     if draft_probs is not None:
         refuse(OP, "draft_probs", "None unless mode is 'rejection'", f"mode {mode!r}")
-    inputs = (logits, draft_tokens, parents, num_nodes, cu_nodes, vocab_size, max_depth, *scalars, *rows)
+    inputs = (logits, draft_tokens, parents, num_nodes, cu_nodes, vocab_size, max_depth, *parameters)
     if out is None:
         return Verdict(*_operator.call(*inputs, backend=backend))
     _check_out(out, batch, max_depth, device)
-    _out_operator.call(*inputs, *out, backend=backend)
+    _out_operator.call(*inputs, **out._asdict(), backend=backend)
     return out
 
 
@@ -251,8 +264,7 @@ def _check_tree(
 
 def _check_out(out: Verdict, batch: int, max_depth: int, device: torch.device) -> None:
     shapes = ((batch, max_depth + 1), (batch,), (batch, max_depth + 1), (batch,), (batch,))
-    dtypes = (torch.int32, torch.int32, torch.int32, torch.float32, torch.uint8)
-    for name, tensor, shape, dtype in zip(Verdict._fields, out, shapes, dtypes, strict=True):
+    for name, tensor, shape, dtype in zip(Verdict._fields, out, shapes, _OUT_DTYPES, strict=True):
         check_tensor(OP, f"out.{name}", tensor, dtypes=(dtype,), shape=shape, device=device)
         if not tensor.is_contiguous():
             refuse(OP, f"out.{name}", "contiguous", f"strides {list(tensor.stride())}")

@@ -12,6 +12,7 @@ import torch
 from ..._checks import check_tensor, refuse
 
 OP = "verify_tree"
+NUM_INPUTS = 7  # arguments of the schema before the parameters
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -30,9 +31,10 @@ _MODES = {mode.name.lower(): mode for mode in Mode}
 
 
 class Parameter(NamedTuple):
-    """Name, type of the scalar, dtypes of the per-request tensor, allowed values in words and as a test."""
+    """Name, default, type of the scalar, dtypes of the per-request tensor, allowed values in words and as a test."""
 
     name: str
+    default: Any
     kind: type
     dtypes: tuple[torch.dtype, ...]
     constraint: str
@@ -41,15 +43,15 @@ class Parameter(NamedTuple):
 
 _FLOAT = (torch.float32,)
 PARAMETERS = (
-    Parameter("mode", int, (torch.uint8, *_INTEGERS), _MODE_CONSTRAINT, lambda x: x in (Mode.GREEDY, Mode.TYPICAL)),
-    Parameter("temperature", float, _FLOAT, "finite and >= 0", lambda x: 0 <= x < math.inf),
-    Parameter("top_k", int, _INTEGERS, ">= 0, where 0 keeps all", lambda x: 0 <= x < 2**63),
-    Parameter("top_p", float, _FLOAT, "in (0, 1]", lambda x: 0 < x <= 1),
-    Parameter("min_p", float, _FLOAT, "in [0, 1]", lambda x: 0 <= x <= 1),
-    Parameter("epsilon", float, _FLOAT, "in [0, 1]", lambda x: 0 <= x <= 1),
-    Parameter("delta", float, _FLOAT, "finite and >= 0", lambda x: 0 <= x < math.inf),
-    Parameter("seed", int, (torch.int64,), "in [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63),
-    Parameter("position", int, _INTEGERS, "in [0, 2**63)", lambda x: 0 <= x < 2**63),
+    Parameter("mode", 0, int, (torch.uint8, *_INTEGERS), _MODE_CONSTRAINT, lambda x: x in SUPPORTED_MODES),
+    Parameter("temperature", 1.0, float, _FLOAT, "finite and >= 0", lambda x: 0 <= x < math.inf),
+    Parameter("top_k", 0, int, _INTEGERS, ">= 0, where 0 keeps all", lambda x: 0 <= x < 2**63),
+    Parameter("top_p", 1.0, float, _FLOAT, "in (0, 1]", lambda x: 0 < x <= 1),
+    Parameter("min_p", 0.0, float, _FLOAT, "in [0, 1]", lambda x: 0 <= x <= 1),
+    Parameter("epsilon", 0.09, float, _FLOAT, "in [0, 1]", lambda x: 0 <= x <= 1),
+    Parameter("delta", 0.3, float, _FLOAT, "finite and >= 0", lambda x: 0 <= x < math.inf),
+    Parameter("seed", 0, int, (torch.int64,), "in [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63),
+    Parameter("position", 0, int, _INTEGERS, "in [0, 2**63)", lambda x: 0 <= x < 2**63),
 )
 
 
@@ -58,7 +60,7 @@ def mode_code(mode: Any, device: torch.device) -> Any:
     if isinstance(mode, str):
         if mode not in _MODES:
             refuse(OP, "mode", _MODE_CONSTRAINT, repr(mode))
-        return _MODES[mode]
+        return _MODES[mode].value
     if isinstance(mode, (list, tuple)):
         unknown = next((name for name in mode if name not in _MODES), None)
         if unknown is not None:
@@ -74,16 +76,37 @@ def split(parameter: Parameter, value: Any, batch: int, device: torch.device) ->
 
     The values of a tensor are looked at by the backend (:func:`check_rows`), not here, where a compiler may be tracing.
     """
-    name, kind, dtypes, constraint, allowed = parameter
+    name, default, kind, dtypes, constraint, allowed = parameter
+    if type(value) is kind and value == default:
+        return default, None
     if isinstance(value, torch.Tensor):
         check_tensor(OP, name, value, dtypes=dtypes, shape=(batch,), device=device, last_contiguous=False)
-        return kind(0), value
+        return default, value
     if not isinstance(value, (int, float)) or (kind is int and not isinstance(value, int)):
         refuse(OP, name, f"{kind.__name__} or a tensor [{batch}]", repr(value))
     if not allowed(value):
         got = repr(Mode(int(value)).name.lower()) if name == "mode" else value
         refuse(OP, name, constraint, got)
     return kind(value), None
+
+
+DEFAULTS = tuple(parameter.default for parameter in PARAMETERS) + (None,) * len(PARAMETERS)
+
+
+def with_defaults(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The schema's arguments with the parameters that a call left out, or torch's dispatcher dropped, at their end."""
+    return args + DEFAULTS[len(args) - NUM_INPUTS :]
+
+
+def without_defaults(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Scalars and tensors up to the last that is not a default: an argument costs time on its way through torch."""
+    count = len(parameters)
+    while count > len(PARAMETERS) and parameters[count - 1] is None:
+        count -= 1
+    if count == len(PARAMETERS):
+        while count and parameters[count - 1] == DEFAULTS[count - 1]:
+            count -= 1
+    return parameters[:count]
 
 
 def check_rows(rows: Sequence[torch.Tensor | None]) -> None:

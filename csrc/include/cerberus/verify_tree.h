@@ -194,6 +194,7 @@ struct TypicalRow {
   float cut_score;   // kept: score above this, or equal and id up to cut_token; and weight at least min_p
   int32_t cut_token;
   int32_t fallback;  // token of a row where nothing passes
+  float nats;        // entropy of the whole row at temperature 1 where it is known already, else NaN
   uint8_t status;
   bool read;
 };
