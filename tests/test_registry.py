@@ -57,6 +57,7 @@ def test_an_operator_has_its_files(name):
     module = importlib.import_module(f"cerberus_kernels.ops.{name}")
     assert getattr(module, name) is getattr(ck, name)
     assert list((ROOT / "tests").glob(f"test_{name}*.py")), f"{name} has no tests"
+    assert list((ROOT / "bench").glob(f"bench_{name}*.py")), f"{name} has no benchmark"
 
 
 @pytest.mark.parametrize("name", OPERATORS)

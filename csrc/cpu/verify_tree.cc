@@ -1,5 +1,6 @@
-// verify_tree on the CPU. A row is read in chunks of 1024 entries with 16 running sums each, combined in order: with
-// contraction off (see CMakeLists.txt) results are the same bits at every level and for every number of threads.
+// verify_tree on the CPU. A row is read in chunks of 1024 entries with 16 running sums each, combined in
+// order: with contraction off (see CMakeLists.txt) results are the same bits at every level and for every
+// number of threads.
 #include "cerberus/verify_tree.h"
 
 #include <math.h>
@@ -58,8 +59,8 @@ CERBERUS_SIMD bool any(Ints condition) {
 #endif
 }
 
-// e^x within two units in the last place for x in [kLeastScore, 0]: what simd.h's exponential is without the care
-// that other arguments need.
+// e^x within two units in the last place for x in [kLeastScore, 0]: what simd.h's exponential is without the
+// care that other arguments need.
 CERBERUS_SIMD Floats exponential_of_score(Floats x) {
   const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = x * 1.44269504088896341f + shifter;
@@ -77,8 +78,8 @@ CERBERUS_SIMD Floats exponential_of_score(Floats x) {
   return series * bit_cast<Floats>((bit_cast<Ints>(shifted) - (0x4b400000 - 127)) << 23);
 }
 
-// (entry - greatest) / temperature, 0 where they are equal (also at +inf), and its exponential. Below kLeastScore
-// the weight is 0, and the score means nothing more.
+// (entry - greatest) / temperature, 0 where they are equal (also at +inf), and its exponential. Below
+// kLeastScore the weight is 0, and the score means nothing more.
 CERBERUS_SIMD Floats score_of(Floats entry, float greatest, float temperature, Floats* weight) {
   Floats score = entry - greatest;
   if (temperature != 1.0f) score = score / temperature;
@@ -157,7 +158,8 @@ CERBERUS_SIMD void sum_weights(const T* row, int64_t first, int64_t end, float g
 // Greatest score + noise over a chunk's tokens with a weight above `bound`.
 template <typename T>
 CERBERUS_SIMD void perturb(const T* row, int64_t first, int64_t end, float greatest, float temperature,
-                           const Cut& cut, float bound, uint64_t seed, uint64_t position, ChunkResult* result) {
+                           const Cut& cut, float bound, uint64_t seed, uint64_t position,
+                           ChunkResult* result) {
   result->perturbed = -INFINITY;
   result->token = -1;
   for (int64_t i = first; i < end; i += kGroup) {
@@ -192,10 +194,12 @@ CERBERUS_SIMD void perturb(const T* row, int64_t first, int64_t end, float great
 // Scores are never positive: the bits of their magnitude order tokens from the likeliest on.
 CERBERUS_SIMD uint32_t select_key(float score) { return bits_from_float(score) & 0x7fffffffu; }
 
-// The smallest set of the likeliest tokens (the lowest id of equals first) whose masses reach `target`, as a cut.
-// A radix selection over the keys' bits; `count` candidates with positive weights in id order, overwritten.
+// The smallest set of the likeliest tokens (the lowest id of equals first) whose masses reach `target`, as a
+// cut. A radix selection over the keys' bits; `count` candidates with positive weights in id order,
+// overwritten.
 template <typename Mass>
-CERBERUS_SIMD void select_tokens(const VerifySlot& slot, int64_t count, double target, Mass&& mass_of, Cut* cut) {
+CERBERUS_SIMD void select_tokens(const VerifySlot& slot, int64_t count, double target, Mass&& mass_of,
+                                 Cut* cut) {
   constexpr int kShifts[] = {20, 10, 0};
   double before = 0.0;
   for (const int shift : kShifts) {
@@ -332,7 +336,8 @@ struct RowReader {
       const double total = kept_weight(*cut);
       // All tokens at or below the floor hold less than half of the mass that may be left out.
       const double spare = 0.5 * (1.0 - static_cast<double>(draw.top_p)) * total;
-      const int64_t count = find_candidates(*cut, static_cast<float>(spare / static_cast<double>(vocab_size)));
+      const int64_t count =
+          find_candidates(*cut, static_cast<float>(spare / static_cast<double>(vocab_size)));
       const auto weight = [&](int32_t token) { return static_cast<double>(slot.weights[token]); };
       select_tokens(slot, count, static_cast<double>(draw.top_p) * total, weight, cut);
     }
@@ -409,7 +414,8 @@ struct RowReader {
     const TypicalRow& known = slot.rows[node];
     if (known.status != 0) return known.fallback;
     float bound = static_cast<float>(known.limit);
-    if (static_cast<double>(bound) > known.limit) bound = nextafterf(bound, -1.0f);  // weight > limit iff > bound
+    if (static_cast<double>(bound) > known.limit)
+      bound = nextafterf(bound, -1.0f);  // weight > limit iff > bound
     const Cut cut{known.cut_score, known.cut_token, draw.min_p};
     const T* entries = row(node);
     each_chunk(kSummingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
@@ -442,12 +448,19 @@ void verify_request(const VerifyTreeArgs& args, int64_t b, const VerifySlot& slo
     end = walk_greedy(tree, path, &last, [&](int32_t node) { return reader.best_entry(node); });
     bonus = last.token;
   } else {
-    const Draw draw{temperature, args.min_p[b], args.top_p[b], args.epsilon[b], args.delta[b], args.top_k[b],
-                    static_cast<uint64_t>(args.seed[b]), static_cast<uint64_t>(args.position[b])};
+    const Draw draw{temperature,
+                    args.min_p[b],
+                    args.top_p[b],
+                    args.epsilon[b],
+                    args.delta[b],
+                    args.top_k[b],
+                    static_cast<uint64_t>(args.seed[b]),
+                    static_cast<uint64_t>(args.position[b])};
     for (int32_t node = 0; node < tree.num_nodes; ++node) slot.rows[node].read = false;
-    end = walk_typical(tree, args.vocab_size, slot.merits, path, [&](int32_t node, int32_t token, double* log_prob) {
-      return reader.passes(node, token, draw, log_prob);
-    });
+    end = walk_typical(tree, args.vocab_size, slot.merits, path,
+                       [&](int32_t node, int32_t token, double* log_prob) {
+                         return reader.passes(node, token, draw, log_prob);
+                       });
     const TypicalRow& known = reader.typical_row(end.node, draw);
     last = {known.greatest, known.fallback, known.status};
     if (known.status == 0) nats = known.nats;
@@ -484,9 +497,12 @@ void verify_batch(const VerifyTreeArgs& args) {
 
 void verify_tree(const VerifyTreeArgs& args) {
   switch (args.dtype) {
-    case DType::f32: return verify_batch<float>(args);
-    case DType::f16: return verify_batch<Half>(args);
-    case DType::bf16: return verify_batch<BFloat16>(args);
+    case DType::f32:
+      return verify_batch<float>(args);
+    case DType::f16:
+      return verify_batch<Half>(args);
+    case DType::bf16:
+      return verify_batch<BFloat16>(args);
   }
 }
 

@@ -19,7 +19,8 @@ IntegerColumn integers(const char* name, int64_t value, const Optional<TensorVie
   check_cpu(kOp, name, tensor);
   check_ndim(kOp, name, tensor, 1);
   check_size(kOp, name, tensor, 0, batch);
-  const bool fits = is_dtype(tensor, kDLUInt, 8) || is_dtype(tensor, kDLInt, 32) || is_dtype(tensor, kDLInt, 64);
+  const bool fits =
+      is_dtype(tensor, kDLUInt, 8) || is_dtype(tensor, kDLInt, 32) || is_dtype(tensor, kDLInt, 64);
   if (!fits) TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be uint8, int32 or int64";
   return {tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype().bits / 8};
 }
@@ -53,8 +54,8 @@ void read_shapes(VerifyTreeArgs& args, const TensorView& logits, const TensorVie
   args.logits_row_stride = logits.stride(node_dim);
   args.nodes = logits.size(node_dim);
   if (args.vocab_size < 1 || args.vocab_size > logits.size(node_dim + 1) || args.vocab_size > INT32_MAX) {
-    TVM_FFI_THROW(ValueError) << kOp << ": vocab_size must be in [1, " << logits.size(node_dim + 1) << "], got "
-                              << args.vocab_size;
+    TVM_FFI_THROW(ValueError) << kOp << ": vocab_size must be in [1, " << logits.size(node_dim + 1)
+                              << "], got " << args.vocab_size;
   }
   args.cu_nodes = optional_data<int32_t>(kOp, "cu_nodes", cu_nodes);
   args.num_nodes = optional_data<int32_t>(kOp, "num_nodes", num_nodes);
@@ -83,8 +84,8 @@ void check_borders(const VerifyTreeArgs& args) {
   if (rising) return;
   std::string got;
   for (int64_t b = 0; b <= args.batch; ++b) got += (b ? ", " : "") + std::to_string(args.cu_nodes[b]);
-  TVM_FFI_THROW(ValueError) << kOp << ": cu_nodes must be rising from 0 to at most " << args.nodes << ", got [" << got
-                            << "]";
+  TVM_FFI_THROW(ValueError) << kOp << ": cu_nodes must be rising from 0 to at most " << args.nodes
+                            << ", got [" << got << "]";
 }
 
 void check_trees(const VerifyTreeArgs& args) {
@@ -99,9 +100,9 @@ void check_trees(const VerifyTreeArgs& args) {
     const DraftTree tree = draft_tree(args, b);
     const int32_t bad = first_malformed_node(tree.parents, tree.num_nodes);
     if (bad >= 0) {
-      TVM_FFI_THROW(ValueError) << kOp
-                                << ": parents must be -1 for the root and lie in [0, node) for every other node, got "
-                                << tree.parents[bad] << " for node " << bad << " in row " << b;
+      TVM_FFI_THROW(ValueError)
+          << kOp << ": parents must be -1 for the root and lie in [0, node) for every other node, got "
+          << tree.parents[bad] << " for node " << bad << " in row " << b;
     }
     const int64_t mode = args.mode[b];
     if (mode != 0 && mode != 1) TVM_FFI_THROW(ValueError) << kOp << ": mode must be 0 or 1, got " << mode;
@@ -126,14 +127,16 @@ void run(VerifyTreeArgs& args) {
   cpu::verify_tree(args);
 }
 
-void verify_tree(TensorView logits, TensorView draft_tokens, TensorView parents, Optional<TensorView> num_nodes,
-                 Optional<TensorView> cu_nodes, int64_t vocab_size, int64_t max_depth, int64_t mode,
-                 double temperature, int64_t top_k, double top_p, double min_p, double epsilon, double delta,
-                 int64_t seed, int64_t position, Optional<TensorView> mode_rows,
-                 Optional<TensorView> temperature_rows, Optional<TensorView> top_k_rows,
-                 Optional<TensorView> top_p_rows, Optional<TensorView> min_p_rows, Optional<TensorView> epsilon_rows,
-                 Optional<TensorView> delta_rows, Optional<TensorView> seed_rows, Optional<TensorView> position_rows,
-                 TensorView tokens, TensorView num_accepted, TensorView path, TensorView entropy, TensorView status) {
+void verify_tree(TensorView logits, TensorView draft_tokens, TensorView parents,
+                 Optional<TensorView> num_nodes, Optional<TensorView> cu_nodes, int64_t vocab_size,
+                 int64_t max_depth, int64_t mode, double temperature, int64_t top_k, double top_p,
+                 double min_p, double epsilon, double delta, int64_t seed, int64_t position,
+                 Optional<TensorView> mode_rows, Optional<TensorView> temperature_rows,
+                 Optional<TensorView> top_k_rows, Optional<TensorView> top_p_rows,
+                 Optional<TensorView> min_p_rows, Optional<TensorView> epsilon_rows,
+                 Optional<TensorView> delta_rows, Optional<TensorView> seed_rows,
+                 Optional<TensorView> position_rows, TensorView tokens, TensorView num_accepted,
+                 TensorView path, TensorView entropy, TensorView status) {
   VerifyTreeArgs args{};
   args.vocab_size = vocab_size;
   args.max_depth = max_depth;

@@ -1,5 +1,5 @@
-// verify_tree: which drafts of a tree the target model agrees with, and the token that follows them. The walks stand
-// here, for host and device; how a row of logits is read is the caller's.
+// verify_tree: which drafts of a tree the target model agrees with, and the token that follows them. The
+// walks stand here, for host and device; how a row of logits is read is the caller's.
 #pragma once
 
 #include <cstdint>
@@ -42,15 +42,16 @@ struct FloatColumn {
 };
 
 struct VerifyTreeArgs {
-  const void* logits;  // [batch, nodes, vocab_size] or, with cu_nodes, [nodes, vocab_size]; vocabulary contiguous
+  const void*
+      logits;  // [batch, nodes, vocab_size] or, with cu_nodes, [nodes, vocab_size]; vocabulary contiguous
   DType dtype;
   int64_t logits_batch_stride;
   int64_t logits_row_stride;
   const void* draft_tokens;  // [batch, nodes] or [nodes], int64 if wide_tokens, else int32
   bool wide_tokens;
   int64_t tokens_stride;
-  const int32_t* parents;  // [batch, nodes] or [nodes]; checked by the caller
-  int64_t parents_stride;  // 0: one tree for all
+  const int32_t* parents;    // [batch, nodes] or [nodes]; checked by the caller
+  int64_t parents_stride;    // 0: one tree for all
   const int32_t* num_nodes;  // [batch] or null
   const int32_t* cu_nodes;   // [batch + 1] or null
   int64_t batch;
@@ -65,7 +66,7 @@ struct VerifyTreeArgs {
   float* entropy;         // [batch]
   uint8_t* status;        // [batch]
   char* workspace;        // verify_tree_workspace bytes, aligned to 64
-  int64_t slots;          // above 1: requests run side by side, each in a slot of the workspace; 1: one after another
+  int64_t slots;  // above 1: requests run side by side, each in a slot of the workspace; 1: one after another
 };
 
 // One request's nodes.
@@ -115,8 +116,8 @@ struct WalkEnd {
   uint8_t status;
 };
 
-// Step to the first child that holds the row's best token. `read(node)` gives the BestEntry of a row; `last` is that
-// of the last row. Writes depth + 1 entries of `path`.
+// Step to the first child that holds the row's best token. `read(node)` gives the BestEntry of a row; `last`
+// is that of the last row. Writes depth + 1 entries of `path`.
 template <typename Read>
 CERBERUS_HD WalkEnd walk_greedy(const DraftTree& tree, int32_t* path, BestEntry* last, Read&& read) {
   WalkEnd end{0, 0, 0};
@@ -126,7 +127,8 @@ CERBERUS_HD WalkEnd walk_greedy(const DraftTree& tree, int32_t* path, BestEntry*
     end.status |= last->status;
     if (last->status != 0 || end.depth == tree.max_depth) return end;
     int32_t child = end.node + 1;
-    while (child < tree.num_nodes && !(tree.parents[child] == end.node && tree.token(child) == last->token)) ++child;
+    while (child < tree.num_nodes && !(tree.parents[child] == end.node && tree.token(child) == last->token))
+      ++child;
     if (child >= tree.num_nodes) return end;
     end.node = child;
     path[++end.depth] = child;
@@ -139,8 +141,9 @@ struct NodeMerit {
   int32_t depth;
 };
 
-// Accept a node whose token passes at its accepted parent's row; end in the deepest, then likeliest, then first.
-// `judge(node, token, &log_prob)` says whether a token passes at a row. `merits` holds num_nodes entries.
+// Accept a node whose token passes at its accepted parent's row; end in the deepest, then likeliest, then
+// first. `judge(node, token, &log_prob)` says whether a token passes at a row. `merits` holds num_nodes
+// entries.
 template <typename Judge>
 CERBERUS_HD WalkEnd walk_typical(const DraftTree& tree, int64_t vocab_size, NodeMerit* merits, int32_t* path,
                                  Judge&& judge) {
@@ -156,7 +159,8 @@ CERBERUS_HD WalkEnd walk_typical(const DraftTree& tree, int64_t vocab_size, Node
     if (!judge(parent, static_cast<int32_t>(token), &log_prob)) continue;
     merits[node] = {merits[parent].log_prob + log_prob, merits[parent].depth + 1};
     const bool deeper = merits[node].depth > merits[best].depth;
-    const bool likelier = merits[node].depth == merits[best].depth && merits[node].log_prob > merits[best].log_prob;
+    const bool likelier =
+        merits[node].depth == merits[best].depth && merits[node].log_prob > merits[best].log_prob;
     if (deeper || likelier) best = node;
   }
   int32_t node = best;
@@ -168,12 +172,13 @@ CERBERUS_HD WalkEnd walk_typical(const DraftTree& tree, int64_t vocab_size, Node
 }
 
 // Tokens along the path, the bonus, and -1 behind both outputs' ends.
-CERBERUS_HD void write_verdict(const VerifyTreeArgs& args, int64_t b, const DraftTree& tree, const WalkEnd& end,
-                               int32_t bonus, float entropy) {
+CERBERUS_HD void write_verdict(const VerifyTreeArgs& args, int64_t b, const DraftTree& tree,
+                               const WalkEnd& end, int32_t bonus, float entropy) {
   const int64_t width = args.max_depth + 1;
   int32_t* tokens = args.tokens + b * width;
   int32_t* path = args.path + b * width;
-  for (int32_t depth = 0; depth < end.depth; ++depth) tokens[depth] = static_cast<int32_t>(tree.token(path[depth + 1]));
+  for (int32_t depth = 0; depth < end.depth; ++depth)
+    tokens[depth] = static_cast<int32_t>(tree.token(path[depth + 1]));
   tokens[end.depth] = bonus;
   for (int64_t depth = end.depth + 1; depth < width; ++depth) tokens[depth] = path[depth] = -1;
   uint8_t status = end.status;
@@ -188,10 +193,10 @@ CERBERUS_HD void write_verdict(const VerifyTreeArgs& args, int64_t b, const Draf
 
 // Typical acceptance at one row, worked out when the row is first needed.
 struct TypicalRow {
-  double total;      // sum of the kept tokens' weights; a weight is exp((entry - greatest) / T)
-  double limit;      // a token passes iff it is kept and its weight is above this
-  float greatest;    // the row's greatest entry
-  float cut_score;   // kept: score above this, or equal and id up to cut_token; and weight at least min_p
+  double total;     // sum of the kept tokens' weights; a weight is exp((entry - greatest) / T)
+  double limit;     // a token passes iff it is kept and its weight is above this
+  float greatest;   // the row's greatest entry
+  float cut_score;  // kept: score above this, or equal and id up to cut_token; and weight at least min_p
   int32_t cut_token;
   int32_t fallback;  // token of a row where nothing passes
   float nats;        // entropy of the whole row at temperature 1 where it is known already, else NaN
