@@ -47,21 +47,21 @@ def test_native_agrees_with_reference_under_filters(filters, dtype):
 
 @pytest.mark.parametrize("mode", ["greedy", "typical"])
 def test_bits_do_not_depend_on_level_threads_or_batch(mode):
-    parents = random_parents(16, seed=4)
-    logits, drafts = random_case(5, parents, 49155, torch.bfloat16)
+    parents = random_parents(6, seed=4)
+    logits, drafts = random_case(3, parents, 300_007, torch.bfloat16)  # long enough to be shared among threads
     keywords = {"mode": mode, "temperature": 1.5, "top_p": 0.9, "delta": 0.9, "backend": "native"}
-    seeds = torch.arange(5)
+    seeds = torch.arange(3)
     expected = ck.verify_tree(logits, drafts, int32(parents), seed=seeds, **keywords)
     threads = torch.get_num_threads()
     try:
         for level in available_isa_levels():
-            for count in (1, 2, 3):
+            for count in (1, 2, 5):
                 torch.set_num_threads(count)
                 with isa_level(level):
                     together = ck.verify_tree(logits, drafts, int32(parents), seed=seeds, **keywords)
                     alone = [
                         ck.verify_tree(logits[b : b + 1], drafts[b : b + 1], int32(parents), seed=b, **keywords)
-                        for b in range(5)
+                        for b in range(3)
                     ]
                 for field, *fields in zip(expected, *alone, strict=True):
                     assert torch.equal(field, torch.cat(fields))

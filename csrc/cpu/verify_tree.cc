@@ -17,9 +17,10 @@ constexpr int kParts = kGroup / kLanes;
 constexpr float kLeastScore = -87.0f;  // below it a weight would be subnormal: it counts as zero
 constexpr int32_t kNoCut = 0x7fffffff;
 
-// Least number of chunks worth a thread, for passes that only compare and for those that take exponentials.
-constexpr int64_t kComparingGrain = 64;
-constexpr int64_t kSummingGrain = 16;
+// Least number of chunks worth waking a thread for, where a pass only compares and where it takes
+// exponentials.
+constexpr int64_t kComparingGrain = 128;
+constexpr int64_t kSummingGrain = 64;
 
 struct Group {
   Floats part[kParts];

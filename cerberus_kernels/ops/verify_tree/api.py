@@ -47,7 +47,7 @@ def _new_verdict(logits: torch.Tensor, cu_nodes: torch.Tensor | None, max_depth:
     shapes = ((batch, max_depth + 1), (batch,), (batch, max_depth + 1), (batch,), (batch,))
     device = logits.device
     return Verdict(
-        *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, _OUT_DTYPES, strict=True))
+        *(torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, _OUT_DTYPES, strict=True))
     )
 
 
