@@ -10,12 +10,21 @@ import torch
 from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
 from . import native, reference
-from .parameters import OP, PARAMETERS, mode_code, split, with_defaults, without_defaults
+from .parameters import (
+    OP,
+    PARAMETERS,
+    Mode,
+    check_rejection,
+    drafting_code,
+    mode_code,
+    split,
+    with_defaults,
+    without_defaults,
+)
 from .reference import VerifyStatus
 
 __all__ = ["Verdict", "VerifyStatus", "verify_tree"]
 
-_DRAFTING = ("deterministic", "iid", "without_replacement")
 _TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
@@ -42,12 +51,27 @@ class Verdict(NamedTuple):
 _OUT_DTYPES = (torch.int32, torch.int32, torch.int32, torch.float32, torch.uint8)
 
 
-def _new_verdict(logits: torch.Tensor, cu_nodes: torch.Tensor | None, max_depth: int) -> Verdict:
+def _new_verdict(
+    logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    parents: torch.Tensor,
+    num_nodes: torch.Tensor | None,
+    cu_nodes: torch.Tensor | None,
+    draft_probs: torch.Tensor | None,
+    vocab_size: int,
+    max_depth: int,
+    *rest: Any,
+    **keywords: Any,
+) -> Verdict:
+    """Unwritten outputs for the schema's arguments."""
     batch = logits.shape[0] if cu_nodes is None else cu_nodes.shape[0] - 1
-    shapes = ((batch, max_depth + 1), (batch,), (batch, max_depth + 1), (batch,), (batch,))
-    device = logits.device
+    device, wide, narrow = logits.device, (batch, max_depth + 1), (batch,)
     return Verdict(
-        *(torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, _OUT_DTYPES, strict=True))
+        torch.empty(wide, dtype=torch.int32, device=device),
+        torch.empty(narrow, dtype=torch.int32, device=device),
+        torch.empty(wide, dtype=torch.int32, device=device),
+        torch.empty(narrow, dtype=torch.float32, device=device),
+        torch.empty(narrow, dtype=torch.uint8, device=device),
     )
 
 
@@ -64,16 +88,15 @@ def _allocating(run: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, .
     """A backend's form for the schema that returns new outputs."""
 
     def allocate_and_fill(*args: Any) -> tuple[torch.Tensor, ...]:
-        args = with_defaults(args)
-        verdict = _new_verdict(args[0], args[4], args[6])
-        run(*args, *verdict)
+        verdict = _new_verdict(*args)
+        run(*with_defaults(args), *verdict)
         return tuple(verdict)
 
     return allocate_and_fill
 
 
 def _fake(*args: Any, backend: str = "auto") -> tuple[torch.Tensor, ...]:
-    return tuple(_new_verdict(args[0], args[4], args[6]))
+    return tuple(_new_verdict(*args))
 
 
 def _fake_out(*args: Any, **outputs: Any) -> None:
@@ -81,8 +104,8 @@ def _fake_out(*args: Any, **outputs: Any) -> None:
 
 
 _INPUTS = (
-    "Tensor logits, Tensor draft_tokens, Tensor parents, Tensor? num_nodes, Tensor? cu_nodes, "
-    "SymInt vocab_size, SymInt max_depth, "
+    "Tensor logits, Tensor draft_tokens, Tensor parents, Tensor? num_nodes, Tensor? cu_nodes, Tensor? draft_probs, "
+    "SymInt vocab_size, SymInt max_depth, int drafting, "
     + ", ".join(f"{parameter.kind.__name__} {parameter.name}_value={parameter.default}" for parameter in PARAMETERS)
     + ", "
     + ", ".join(f"Tensor? {parameter.name}_rows=None" for parameter in PARAMETERS)
@@ -130,34 +153,43 @@ def verify_tree(
 
     Row i of ``logits`` is the target's distribution of the token after node i. Node 0, the root, is the newest token,
     already emitted. Raw logits go in; nothing of size ``[B, N, V]`` is made, and only rows that matter are read: in
-    greedy mode those on the path, in typical mode those of accepted nodes with a child to judge and the last one.
+    typical mode those of accepted nodes with a child to judge and the last one, in the other modes those on the path.
+    docs/verify.md derives the rules and says which is exact when. With p = softmax(row / temperature) after filters:
 
     - ``"greedy"`` (code 0): step to the first child whose token is the row's greatest entry (the lowest id of equals);
       the bonus is the greatest entry of the last row.
-    - ``"typical"`` (code 1; Medusa, arXiv 2401.10774, section 3.3.1): with p = softmax(row / temperature) after the
-      filters and H its entropy in nats, accept a child with token x iff
-      ``p(x) > min(epsilon, delta * exp(-H))`` and its parent is accepted. Of all accepted paths take the longest,
-      then the one with the greatest sum of ln p, then the one that ends in the lowest node. The bonus is drawn from the
-      tokens that pass the same test at the last row, in proportion to p; if none passes, which needs ``epsilon`` or
-      ``delta`` near 1 or more, it is the row's greatest entry. Temperature 0 is greedy.
-    - ``"sample"`` (code 2) and ``"rejection"`` (code 3) are refused for now.
+    - ``"typical"`` (code 1; Medusa, arXiv 2401.10774, section 3.3.1): with H the entropy of p in nats, accept a child
+      with token x iff ``p(x) > min(epsilon, delta * exp(-H))`` and its parent is accepted. Of all accepted paths take
+      the longest, then the one with the greatest sum of ln p, then the one that ends in the lowest node. The bonus is
+      drawn from the tokens that pass the same test at the last row, in proportion to p; if none passes, which needs
+      ``epsilon`` or ``delta`` near 1 or more, it is the row's greatest entry.
+    - ``"sample"`` (code 2): draw a token from p at each row, step to the first child that holds it; the bonus is the
+      draw that no child holds. Distributed as p for every tree of deterministic drafts, and the same text as sampling
+      without drafts at the same seed and positions.
+    - ``"rejection"`` (code 3; SpecInfer, arXiv 2305.09781, and Sequoia, arXiv 2402.12374): try the children in order.
+      Child x with draft row q is accepted with probability ``min(1, p(x) / q(x))``; if not, p becomes
+      ``max(p - q, 0)``, normalised, for the next child and, after the last, for the bonus. Distributed as p if each
+      child was drawn from its row as ``drafting`` says.
+
+    Temperature 0 is greedy in every mode.
 
     The filters apply in the order top_k, top_p, min_p, on ``(row - max) / temperature`` in fp32: the ``top_k`` most
     likely tokens; of these the smallest set of the most likely that holds ``top_p`` of their mass, with the token that
     crosses; of these the ones with at least ``min_p`` times the greatest probability. Of equals the lowest id stays.
+    A token with a probability below ``exp(-87)`` times the greatest counts as impossible.
 
-    The draw is the argmax of ``ln p(v) + g(v)`` (the lowest id of equals), with g standard Gumbel noise from
-    Philox4x32-10: key = the two words of ``seed``, counter = ``(v // 4, 0, low word, high word)`` of the absolute
-    position ``position + num_accepted`` of the drawn token, word ``v % 4`` of the result as r, and
-    ``g = -ln(-ln(1 - (r + 1/2) / 2**32))``. It does not depend on the other requests of the batch.
+    A draw is the argmax of ``ln p(v) + g(v)`` (the lowest id of equals), with g standard Gumbel noise from
+    Philox4x32-10, keyed by ``seed``, the absolute position ``position + depth`` of the drawn token, and v. Rejection
+    mode's coins are uniform in [0, 1), keyed by seed, position and the child's place among its siblings. Nothing
+    depends on the other requests of the batch. ``ops/verify_tree/philox.py`` holds the layout of the counters.
 
     A row's entries may be infinite: all that equal a maximum of +inf share its probability. A row with NaN, or without
     a finite entry, sets a status bit, accepts nothing below it, and its token is its greatest entry that is not NaN
     (lowest id of equals; 0 if there is none).
 
-    Tokens and paths of greedy mode are the same bits on every backend. In typical mode backends may differ where p(x)
-    lies within a relative 1e-5 of its threshold, two paths' sums of ln p or two perturbed log-probabilities within an
-    absolute 1e-4, or a filter's border within as little of a token's.
+    Tokens and paths of greedy mode are the same bits on every backend. In the other modes backends may differ where
+    p(x) lies within a relative 1e-5 of its threshold, two paths' sums of ln p or two perturbed log-probabilities within
+    an absolute 1e-4, or a filter's border within as little of a token's.
 
     Args:
         logits: fp32, bf16 or fp16 ``[B, N, V']``, or ragged ``[T, V']`` with ``cu_nodes``; any strides but the last.
@@ -172,8 +204,13 @@ def verify_tree(
         min_p: in [0, 1]; a number or fp32 ``[B]``.
         epsilon: in [0, 1]; a number or fp32 ``[B]``. Numbers are rounded to fp32 as tensors are.
         delta: >= 0; a number or fp32 ``[B]``.
-        drafting: how drafts were made, ``"deterministic"``, ``"iid"`` or ``"without_replacement"``; for rejection mode.
-        draft_probs: None; for rejection mode.
+        drafting: how siblings were made. ``"iid"``: each drawn from its row; every one is a trial, duplicates too.
+            ``"without_replacement"``: each drawn from its row less the tokens of the siblings before it, which are taken
+            out and the row renormalised here. ``"deterministic"``: not drawn; rejection mode refuses it.
+        draft_probs: for rejection mode, fp32, bf16 or fp16 ``[B, N, V'']`` or ``[T, V'']`` with V'' >= vocab_size, any
+            strides but the last: in node i's row the distribution that node i was drawn from, non-negative and here
+            normalised. Only rows of children that are tried are read. A child whose row gives its token no mass, or
+            holds a NaN, infinite or negative entry, is passed over, and a status bit says so.
         seed: any int64; a number or int64 ``[B]``.
         position: absolute index in the text of the token that follows the root, >= 0; a number or an int32 or int64
             tensor ``[B]``. None is 0 for all: then draw with another seed each step, or the noise repeats.
@@ -188,8 +225,8 @@ def verify_tree(
         A :class:`Verdict`.
 
     Raises:
-        ValueError: wrong dtype, shape, stride or range, a malformed tree, or a mode that does not work yet; nothing has
-            been written to ``out``.
+        ValueError: wrong dtype, shape, stride or range, a malformed tree, or rejection mode without what it needs;
+            nothing has been written to ``out``.
 
     Example:
         >>> import torch, cerberus_kernels as ck
@@ -206,16 +243,16 @@ def verify_tree(
         vocab_size = columns
     if not 1 <= vocab_size <= columns:
         refuse(OP, "vocab_size", f"in [1, {columns}], the columns of logits", vocab_size)
-    if drafting not in _DRAFTING:
-        refuse(OP, "drafting", f"one of {', '.join(_DRAFTING)}", repr(drafting))
     device = logits.device
+    _check_drafts(mode, drafting, draft_probs, logits, vocab_size)
     first = 0 if position is None else position
     given = (mode_code(mode, device), temperature, top_k, top_p, min_p, epsilon, delta, seed, first)
     pairs = [split(parameter, value, batch, device) for parameter, value in zip(PARAMETERS, given, strict=True)]
     parameters = without_defaults((*(pair[0] for pair in pairs), *(pair[1] for pair in pairs)))
-    if draft_probs is not None:
-        refuse(OP, "draft_probs", "None unless mode is 'rejection'", f"mode {mode!r}")
-    inputs = (logits, draft_tokens, parents, num_nodes, cu_nodes, vocab_size, max_depth, *parameters)
+    inputs = (
+        logits, draft_tokens, parents, num_nodes, cu_nodes, draft_probs, vocab_size, max_depth, drafting_code(drafting),
+        *parameters,
+    )  # fmt: skip
     if out is None:
         return Verdict(*_operator.call(*inputs, backend=backend))
     _check_out(out, batch, max_depth, device)
@@ -260,6 +297,23 @@ def _check_tree(
     if max_depth < 0:
         refuse(OP, "max_depth", ">= 0", max_depth)
     return batch, max_depth
+
+
+def _check_drafts(
+    mode: Any, drafting: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, vocab_size: int
+) -> None:
+    """Refuse draft rows that do not fit, and modes known here that do not go with them."""
+    scheme = drafting_code(drafting)
+    if draft_probs is not None:
+        shape = (*logits.shape[:-1], None)
+        check_tensor(OP, "draft_probs", draft_probs, dtypes=FLOATS, shape=shape, device=logits.device)
+        if draft_probs.shape[-1] < vocab_size:
+            refuse(OP, "draft_probs", f"at least vocab_size = {vocab_size} wide", list(draft_probs.shape))
+    if isinstance(mode, (str, list, tuple)):
+        names = (mode,) if isinstance(mode, str) else mode
+        check_rejection([Mode.REJECTION] if "rejection" in names else [], scheme, draft_probs)
+        if draft_probs is not None and "rejection" not in names:
+            refuse(OP, "draft_probs", "None unless mode is 'rejection'", f"mode {mode!r}")
 
 
 def _check_out(out: Verdict, batch: int, max_depth: int, device: torch.device) -> None:

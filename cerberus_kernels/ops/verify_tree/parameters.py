@@ -12,7 +12,7 @@ import torch
 from ..._checks import check_tensor, refuse
 
 OP = "verify_tree"
-NUM_INPUTS = 7  # arguments of the schema before the parameters
+NUM_INPUTS = 9  # arguments of the schema before the parameters
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -25,8 +25,16 @@ class Mode(enum.IntEnum):
     REJECTION = 3
 
 
-SUPPORTED_MODES = (Mode.GREEDY, Mode.TYPICAL)
-_MODE_CONSTRAINT = "'greedy' (code 0) or 'typical' (code 1), the modes that work now"
+class Drafting(enum.IntEnum):
+    """How the drafts were made, by the code that the schema holds."""
+
+    DETERMINISTIC = 0
+    IID = 1
+    WITHOUT_REPLACEMENT = 2
+
+
+_MODE_CONSTRAINT = "'greedy' (code 0), 'typical' (1), 'sample' (2) or 'rejection' (3)"
+_DRAFTINGS = {drafting.name.lower(): drafting for drafting in Drafting}
 _MODES = {mode.name.lower(): mode for mode in Mode}
 
 
@@ -43,7 +51,7 @@ class Parameter(NamedTuple):
 
 _FLOAT = (torch.float32,)
 PARAMETERS = (
-    Parameter("mode", 0, int, (torch.uint8, *_INTEGERS), _MODE_CONSTRAINT, lambda x: x in SUPPORTED_MODES),
+    Parameter("mode", 0, int, (torch.uint8, *_INTEGERS), _MODE_CONSTRAINT, lambda x: 0 <= x <= 3),
     Parameter("temperature", 1.0, float, _FLOAT, "finite and >= 0", lambda x: 0 <= x < math.inf),
     Parameter("top_k", 0, int, _INTEGERS, ">= 0, where 0 keeps all", lambda x: 0 <= x < 2**63),
     Parameter("top_p", 1.0, float, _FLOAT, "in (0, 1]", lambda x: 0 < x <= 1),
@@ -69,6 +77,29 @@ def mode_code(mode: Any, device: torch.device) -> Any:
     if not isinstance(mode, torch.Tensor):
         refuse(OP, "mode", "a name, a list of names or a tensor of codes", repr(mode))
     return mode
+
+
+def drafting_code(drafting: Any) -> int:
+    """A drafting scheme's name to its code."""
+    if drafting not in _DRAFTINGS:
+        refuse(OP, "drafting", f"one of {', '.join(_DRAFTINGS)}", repr(drafting))
+    return _DRAFTINGS[drafting].value
+
+
+def check_rejection(modes: Sequence[int], drafting: int, draft_probs: torch.Tensor | None) -> None:
+    """Refuse rejection mode without what it needs; ``modes`` holds a code per request."""
+    if Mode.REJECTION not in modes:
+        return
+    if drafting == Drafting.DETERMINISTIC:
+        refuse(
+            OP,
+            "drafting",
+            "'iid' or 'without_replacement' in rejection mode (deterministic drafts have no distribution that could be "
+            "divided by: mode 'sample' is exact for them)",
+            "'deterministic'",
+        )
+    if draft_probs is None:
+        refuse(OP, "draft_probs", "given in rejection mode", None)
 
 
 def split(parameter: Parameter, value: Any, batch: int, device: torch.device) -> tuple[Any, torch.Tensor | None]:

@@ -29,11 +29,29 @@ def philox4x32(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     return torch.stack([x0, x1, x2, x3], dim=-1)
 
 
-def token_words(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The random word of each token id.
+def _block_words(seed: int, position: int, kind: int, index: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n, 4]``: the words at counter (index, kind, low and high word of position), keyed by the seed's words."""
+    counter = torch.stack(
+        [
+            index,
+            torch.full_like(index, kind),
+            torch.full_like(index, position & _WORD),
+            torch.full_like(index, (position >> 32) & _WORD),
+        ],
+        dim=-1,
+    )
+    return philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
 
-    Key: low and high word of ``seed``. Counter: ``(token // 4, 0, low and high word of position)``. Token ``v`` takes
-    word ``v % 4`` of the four, so a word depends on the seed, the absolute position and the id, and on nothing else.
+
+def token_words(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The random word of each token id, which depends on the seed, the absolute position and the id, and on nothing else.
+
+    Its upper byte and its lower 24 bits come from different blocks: a token has a chance to win a draw only if its
+    noise is great, which its upper byte nearly always rules out, so code that draws from a whole vocabulary works out
+    one block per 16 tokens and few others. Key: low and high word of ``seed``. Counter: ``(index, kind, low and high
+    word of position)``. Upper byte of token ``v``: kind 0, index ``v // 256 * 16 + v % 16``, the byte ``v % 256 // 16``
+    of the block, counted from the lowest of its first word. Lower bits: kind 1, index ``v // 4``, the upper 24 bits of
+    word ``v % 4``.
 
     Args:
         seed: taken modulo 2**64.
@@ -43,17 +61,18 @@ def token_words(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[n]`` of 32-bit words.
     """
-    counter = torch.stack(
-        [
-            tokens >> 2,
-            torch.zeros_like(tokens),
-            torch.full_like(tokens, position & _WORD),
-            torch.full_like(tokens, (position >> 32) & _WORD),
-        ],
-        dim=-1,
-    )
-    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    return words.gather(-1, (tokens & 3).unsqueeze(-1)).squeeze(-1)
+    digit = tokens % 256 // 16
+    upper = _block_words(seed, position, 0, tokens // 256 * 16 + tokens % 16)
+    upper = upper.gather(-1, (digit // 4).unsqueeze(-1)).squeeze(-1) >> (digit % 4 * 8) & 0xFF
+    lower = _block_words(seed, position, 1, tokens // 4)
+    lower = lower.gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1) >> 8
+    return upper << 24 | lower
+
+
+def coin(seed: int, position: int, trial: int) -> float:
+    """A uniform number in [0, 1), a multiple of 2**-53, for one trial at one absolute position: kind 2, index trial."""
+    high, low, _, _ = _block_words(seed, position, 2, torch.tensor([trial]))[0].tolist()
+    return ((high << 32 | low) >> 11) * 2.0**-53
 
 
 def gumbel(words: torch.Tensor) -> torch.Tensor:

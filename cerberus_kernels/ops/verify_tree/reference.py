@@ -5,15 +5,15 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._checks import refuse
 from ...tree import first_malformed_node
-from .parameters import OP, PARAMETERS, Mode, check_rows
-from .philox import gumbel, token_words
+from .parameters import OP, PARAMETERS, Drafting, Mode, check_rejection, check_rows
+from .philox import coin, gumbel, token_words
 
 LEAST_SCORE = -87.0
 
@@ -21,8 +21,8 @@ LEAST_SCORE = -87.0
 class VerifyStatus(enum.IntFlag):
     """Bits of ``Verdict.status``; 0 is a verdict with nothing to report.
 
-    Only rows that were read count: in greedy mode those on the path, in typical mode those of accepted nodes with a
-    child to judge and the last one.
+    Only rows that were read count: in typical mode those of accepted nodes with a child to judge and the last one, in
+    the other modes those on the path, and of draft rows those of the children that were tried.
     """
 
     NAN_ROW = 1
@@ -33,6 +33,8 @@ class VerifyStatus(enum.IntFlag):
     """A node other than the root holds a draft token outside [0, vocab_size) that is not the padding -1."""
     MALFORMED_TREE = 8
     """The tree breaks the parents encoding; only on devices where a ValueError would cost a host sync."""
+    NO_DRAFT_MASS = 16
+    """A child's row of draft_probs gives its token no mass or holds a NaN, infinite or negative entry: not tried."""
 
 
 class Settings(NamedTuple):
@@ -50,11 +52,16 @@ class Settings(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request: rows [n, vocab_size], draft tokens and parents of its n nodes."""
+    """One request: rows [n, vocab_size], draft tokens and parents of its n nodes, its draft rows [n, vocab_size]."""
 
     rows: torch.Tensor
     drafts: list[int]
     parents: list[int]
+    draft_rows: torch.Tensor | None = None
+
+    def children(self, node: int) -> list[int]:
+        """Children of a node, the lowest first."""
+        return [child for child, parent in enumerate(self.parents) if parent == node]
 
 
 class Outcome(NamedTuple):
@@ -104,6 +111,30 @@ def kept_tokens(scores: torch.Tensor, settings: Settings) -> torch.Tensor:
     return torch.empty_like(keep).scatter_(0, order, keep)
 
 
+def filtered_scores(row: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Float64 [V]: ln p after temperature and filters up to a constant, -inf where p is 0."""
+    scores = scaled(row, settings.temperature)
+    return torch.where(kept_tokens(scores, settings), scores, -math.inf).double()
+
+
+class Randomness:
+    """One request's random decisions. They depend on its seed, the absolute position and the token or trial alone."""
+
+    def __init__(self, seed: int) -> None:
+        """``seed`` as in :func:`philox.token_words`."""
+        self.seed = seed
+
+    def draw(self, scores: torch.Tensor, position: int) -> int:
+        """A token in proportion to exp(scores), float64 [V]: the argmax of score + Gumbel noise, the lowest of equals."""
+        tokens = (scores > -math.inf).nonzero().flatten()
+        noise = gumbel(token_words(self.seed, position, tokens))
+        return int(tokens[(scores[tokens] + noise).argmax()])
+
+    def accepts(self, target: float, draft: float, position: int, trial: int) -> bool:
+        """True with probability min(1, target / draft), never for a target of 0."""
+        return coin(self.seed, position, trial) * draft < target
+
+
 class TypicalRow:
     """Typical acceptance at one row: p after filters, and the threshold min(epsilon, delta * exp(-H))."""
 
@@ -112,38 +143,99 @@ class TypicalRow:
         self.fallback, self.status = best_token(row)
         if self.status:
             return
-        scores = scaled(row, settings.temperature)
-        self.scores = torch.where(kept_tokens(scores, settings), scores, -math.inf).double()
+        self.scores = filtered_scores(row, settings)
         self.log_probs = torch.log_softmax(self.scores, -1)
         probs = self.log_probs.exp()
         limit = settings.delta * math.exp(-float(torch.special.entr(probs).sum()))
         self.accepts = probs > min(settings.epsilon, limit)
 
-    def draw(self, seed: int, position: int) -> int:
-        """Gumbel-argmax over the accepted tokens, the lowest of equals; the greatest entry if there are none."""
-        if self.status:
+    def draw(self, randomness: Randomness, position: int) -> int:
+        """One of the accepted tokens in proportion to p; the greatest entry if there are none."""
+        if self.status or not self.accepts.any():
             return self.fallback
-        tokens = self.accepts.nonzero().flatten()
-        if len(tokens) == 0:
-            return self.fallback
-        noise = gumbel(token_words(seed, position, tokens))
-        return int(tokens[(self.scores[tokens] + noise).argmax()])
+        return randomness.draw(torch.where(self.accepts, self.scores, -math.inf), position)
+
+
+def walk_matching(request: Request, max_depth: int, choose: Callable[[torch.Tensor, int], int]) -> Outcome:
+    """Step to the first child that holds the token that ``choose(row, depth)`` gives, a bad row's best one at most."""
+    path, status = [0], 0
+    while True:
+        row = request.rows[path[-1]]
+        token, flags = best_token(row)
+        if not flags:
+            token = choose(row, len(path) - 1)
+        status |= flags
+        child = next((node for node in request.children(path[-1]) if request.drafts[node] == token), None)
+        if flags or child is None or len(path) > max_depth:
+            return Outcome(path, token, status)
+        path.append(child)
 
 
 def verify_greedy(request: Request, max_depth: int) -> Outcome:
-    """Step to the first child that holds the row's best token."""
+    """Follow the best token of each row."""
+    return walk_matching(request, max_depth, lambda row, _: best_token(row)[0])
+
+
+def verify_sample(request: Request, max_depth: int, settings: Settings, randomness: Randomness) -> Outcome:
+    """Follow a token drawn at each row. The draws are those of plain sampling, so the text is plain sampling's text."""
+    return walk_matching(
+        request,
+        max_depth,
+        lambda row, depth: randomness.draw(filtered_scores(row, settings), settings.position + depth),
+    )
+
+
+def draft_distribution(row: torch.Tensor, tried: list[int]) -> torch.Tensor:
+    """A draft row [V] without the tokens tried before it, in float64 and normalised; zeros if it is no distribution."""
+    mass = row.double()
+    if not bool((mass.isfinite() & (mass >= 0)).all()):
+        return torch.zeros_like(mass)
+    mass[tried] = 0.0
+    total = mass.sum()
+    return mass / total if total > 0 else mass
+
+
+def verify_rejection(
+    request: Request, max_depth: int, settings: Settings, drafting: int, randomness: Randomness
+) -> Outcome:
+    """Try the children in order, each rejection leaving the part of p that its draft row did not cover.
+
+    With p the target after filters and q the child's draft row, child x is accepted with probability min(1, p(x) /
+    q(x)); else p becomes max(p - q, 0), normalised. Drafts without replacement have the tokens of the siblings before
+    them taken out of q. After the last rejection the bonus is drawn from what is left of p.
+    """
     path, status = [0], 0
     while True:
-        token, flags = best_token(request.rows[path[-1]])
+        row = request.rows[path[-1]]
+        fallback, flags = best_token(row)
         status |= flags
-        children = (node for node, parent in enumerate(request.parents) if parent == path[-1])
-        match = next((node for node in children if request.drafts[node] == token), None)
-        if flags or match is None or len(path) > max_depth:
-            return Outcome(path, token, status)
-        path.append(match)
+        if flags:
+            return Outcome(path, fallback, status)
+        position = settings.position + len(path) - 1
+        target = torch.softmax(filtered_scores(row, settings), -1)
+        accepted, tried = None, []
+        for trial, node in enumerate(request.children(path[-1]) if len(path) <= max_depth else []):
+            token = request.drafts[node]
+            if not 0 <= token < len(target):
+                continue
+            draft = draft_distribution(request.draft_rows[node], tried)
+            if draft[token] == 0:
+                status |= VerifyStatus.NO_DRAFT_MASS
+                continue
+            if randomness.accepts(float(target[token]), float(draft[token]), position, trial):
+                accepted = node
+                break
+            residual = (target - draft).clamp(min=0)
+            if residual.sum() > 0:  # else the two are equal up to rounding
+                target = residual / residual.sum()
+            if drafting == Drafting.WITHOUT_REPLACEMENT:
+                tried.append(token)
+        if accepted is None:
+            return Outcome(path, randomness.draw(target.log(), position), status)
+        path.append(accepted)
 
 
-def verify_typical(request: Request, max_depth: int, settings: Settings) -> Outcome:
+def verify_typical(request: Request, max_depth: int, settings: Settings, randomness: Randomness) -> Outcome:
     """Accept a node whose token passes at its accepted parent's row; end in the deepest, then likeliest, then first."""
     vocab_size = request.rows.shape[-1]
     rows: dict[int, TypicalRow] = {}
@@ -168,7 +260,7 @@ def verify_typical(request: Request, max_depth: int, settings: Settings) -> Outc
     path = [last]
     while path[0] != 0:
         path.insert(0, request.parents[path[0]])
-    bonus = read(last).draw(settings.seed, settings.position + len(path) - 1)
+    bonus = read(last).draw(randomness, settings.position + len(path) - 1)
     status = 0
     for row in rows.values():
         status |= row.status
@@ -197,6 +289,7 @@ def requests_of(
     parents: torch.Tensor,
     num_nodes: torch.Tensor | None,
     cu_nodes: torch.Tensor | None,
+    draft_probs: torch.Tensor | None,
     vocab_size: int,
 ) -> Iterator[Request]:
     """Cut a batch, dense or ragged, into checked requests."""
@@ -206,7 +299,8 @@ def requests_of(
         if bad >= 0:
             constraint = "-1 for the root and lie in [0, node) for every other node"
             refuse(OP, "parents", constraint, f"{tree[bad]} for node {bad} in row {b}")
-        yield Request(logits[nodes][:, :vocab_size], draft_tokens[nodes].tolist(), tree)
+        draft_rows = None if draft_probs is None else draft_probs[nodes][:, :vocab_size]
+        yield Request(logits[nodes][:, :vocab_size], draft_tokens[nodes].tolist(), tree, draft_rows)
 
 
 def single(scalar: float) -> float:
@@ -220,24 +314,28 @@ def verify_tree_out(
     parents: torch.Tensor,
     num_nodes: torch.Tensor | None,
     cu_nodes: torch.Tensor | None,
+    draft_probs: torch.Tensor | None,
     vocab_size: int,
     max_depth: int,
+    drafting: int,
     *rest: Any,
 ) -> None:
     """Verify every request and write the outputs. ``rest``: PARAMETERS' scalars, their tensors, a Verdict's fields."""
     count = len(PARAMETERS)
     scalars, per_request = rest[:count], rest[count : 2 * count]
     tokens, num_accepted, path, entropy, status = rest[2 * count :]
-    requests = list(requests_of(logits, draft_tokens, parents, num_nodes, cu_nodes, vocab_size))
+    requests = list(requests_of(logits, draft_tokens, parents, num_nodes, cu_nodes, draft_probs, vocab_size))
     check_rows(per_request)
     columns = [
         [single(scalar)] * len(requests) if tensor is None else tensor.tolist()
         for scalar, tensor in zip(scalars, per_request, strict=True)
     ]
+    every = [Settings._make(row) for row in zip(*columns, strict=True)]
+    check_rejection([settings.mode for settings in every], drafting, draft_probs)
     tokens.fill_(-1)
     path.fill_(-1)
-    for b, request in enumerate(requests):
-        outcome = verify(request, max_depth, Settings._make(column[b] for column in columns))
+    for b, (request, settings) in enumerate(zip(requests, every, strict=True)):
+        outcome = verify(request, max_depth, settings, drafting, Randomness(settings.seed))
         accepted = len(outcome.path) - 1
         emitted = [request.drafts[node] for node in outcome.path[1:]] + [outcome.bonus]
         tokens[b, : accepted + 1] = tokens.new_tensor(emitted)
@@ -248,12 +346,16 @@ def verify_tree_out(
         status[b] = outcome.status
 
 
-def verify(request: Request, max_depth: int, settings: Settings) -> Outcome:
+def verify(request: Request, max_depth: int, settings: Settings, drafting: int, randomness: Randomness) -> Outcome:
     """One request by its mode; temperature 0 is greedy."""
     if settings.mode == Mode.GREEDY or settings.temperature == 0:
         outcome = verify_greedy(request, max_depth)
+    elif settings.mode == Mode.TYPICAL:
+        outcome = verify_typical(request, max_depth, settings, randomness)
+    elif settings.mode == Mode.SAMPLE:
+        outcome = verify_sample(request, max_depth, settings, randomness)
     else:
-        outcome = verify_typical(request, max_depth, settings)
+        outcome = verify_rejection(request, max_depth, settings, drafting, randomness)
     known = range(-1, request.rows.shape[-1])
     if any(token not in known for token in request.drafts[1:]):
         outcome = outcome._replace(status=outcome.status | VerifyStatus.TOKEN_OUT_OF_RANGE)
