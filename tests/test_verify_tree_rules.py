@@ -69,14 +69,20 @@ def test_gumbel_noise_is_finite_and_within_its_bound():
 # The oracle: lists of Python floats, and a Philox of its own.
 
 
-def oracle_word(seed: int, position: int, token: int) -> int:
-    a, b, c, d = token // 4, 0, position & WORD, position >> 32
+def oracle_block(seed: int, position: int, kind: int, index: int):
+    a, b, c, d = index, kind, position & WORD, position >> 32
     key = [seed & WORD, (seed >> 32) & WORD]
     for _ in range(10):
         first, second = a * 0xD2511F53, c * 0xCD9E8D57
         a, b, c, d = (second >> 32) ^ b ^ key[0], second & WORD, (first >> 32) ^ d ^ key[1], first & WORD
         key = [(key[0] + 0x9E3779B9) & WORD, (key[1] + 0xBB67AE85) & WORD]
-    return (a, b, c, d)[token % 4]
+    return a, b, c, d
+
+
+def oracle_word(seed: int, position: int, token: int) -> int:
+    tile, place = divmod(token, 256)
+    digits = b"".join(word.to_bytes(4, "little") for word in oracle_block(seed, position, 0, tile * 16 + place % 16))
+    return digits[place // 16] << 24 | oracle_block(seed, position, 1, token // 4)[token % 4] >> 8
 
 
 def oracle_gumbel(word: int) -> float:

@@ -1,243 +1,22 @@
-// verify_tree on the CPU. A row is read in chunks of 1024 entries with 16 running sums each, combined in
-// order: with contraction off (see CMakeLists.txt) results are the same bits at every level and for every
-// number of threads.
+// verify_tree on the CPU: reading rows by the request's rule, and the walk of each request.
 #include "cerberus/verify_tree.h"
 
-#include <math.h>
-
-#include "cerberus/philox.h"
-#include "parallel.h"
-#include "simd.h"
+#include "verify_tree_rows.h"
 
 namespace cerberus::CERBERUS_ISA {
 namespace {
 
-constexpr int64_t kGroup = 16;
-constexpr int kParts = kGroup / kLanes;
-constexpr float kLeastScore = -87.0f;  // below it a weight would be subnormal: it counts as zero
-constexpr int32_t kNoCut = 0x7fffffff;
-
-// Least number of chunks worth waking a thread for, where a pass only compares and where it takes
-// exponentials.
-constexpr int64_t kComparingGrain = 128;
-constexpr int64_t kSummingGrain = 64;
-
-struct Group {
-  Floats part[kParts];
-};
-
-// Sixteen entries as floats; those past `end` are -inf.
-template <typename T>
-CERBERUS_SIMD Group load_group(const T* row, int64_t first, int64_t end) {
-  Group group;
-  if (first + kGroup <= end) {
-    for (int p = 0; p < kParts; ++p) group.part[p] = load(row + first + p * kLanes);
-    return group;
-  }
-  float lanes[kGroup];
-  for (int64_t i = 0; i < kGroup; ++i) lanes[i] = first + i < end ? to_float(row[first + i]) : -INFINITY;
-  for (int p = 0; p < kParts; ++p) group.part[p] = load(lanes + p * kLanes);
-  return group;
-}
-
-CERBERUS_SIMD double sum_in_order(const Group& group) {
-  float lanes[kGroup];
-  for (int p = 0; p < kParts; ++p) store(lanes + p * kLanes, group.part[p]);
-  double sum = 0.0;
-  for (int64_t i = 0; i < kGroup; ++i) sum += lanes[i];
-  return sum;
-}
-
-CERBERUS_SIMD bool any(Ints condition) {
-#if defined(CERBERUS_LEVEL_avx512)
-  return _mm512_test_epi32_mask(bit_cast<__m512i>(condition), bit_cast<__m512i>(condition)) != 0;
-#elif defined(CERBERUS_LEVEL_avx2)
-  return _mm256_movemask_ps(bit_cast<__m256>(condition)) != 0;
-#else
-  int64_t halves[2];
-  memcpy(halves, &condition, sizeof(halves));
-  return (halves[0] | halves[1]) != 0;
-#endif
-}
-
-// e^x within two units in the last place for x in [kLeastScore, 0]: what simd.h's exponential is without the
-// care that other arguments need.
-CERBERUS_SIMD Floats exponential_of_score(Floats x) {
-  const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats shifted = x * 1.44269504088896341f + shifter;
-  const Floats n = shifted - shifter;
-  Floats r = n * -0.693359375f + x;  // exact: few bits in the constant
-  r = n * 2.12194440e-4f + r;
-  Floats series = splat(1.0f / 5040);
-  series = series * r + 1.0f / 720;
-  series = series * r + 1.0f / 120;
-  series = series * r + 1.0f / 24;
-  series = series * r + 1.0f / 6;
-  series = series * r + 0.5f;
-  series = series * r + 1.0f;
-  series = series * r + 1.0f;
-  return series * bit_cast<Floats>((bit_cast<Ints>(shifted) - (0x4b400000 - 127)) << 23);
-}
-
-// (entry - greatest) / temperature, 0 where they are equal (also at +inf), and its exponential. Below
-// kLeastScore the weight is 0, and the score means nothing more.
-CERBERUS_SIMD Floats score_of(Floats entry, float greatest, float temperature, Floats* weight) {
-  Floats score = entry - greatest;
-  if (temperature != 1.0f) score = score / temperature;
-  score = select(entry == splat(greatest), Floats{}, score);
-  const Ints alive = score >= splat(kLeastScore);
-  score = select(alive, score, splat(kLeastScore));
-  *weight = select(alive, exponential_of_score(score), Floats{});
-  return score;
-}
-
-// The tokens that filters keep.
-struct Cut {
-  float score;
-  int32_t token;
-  float weight;
-
-  bool filters() const { return score > -INFINITY || weight > 0.0f; }
-};
-
-CERBERUS_SIMD Floats keep(const Cut& cut, Floats score, Floats weight, int64_t first) {
-  int32_t lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<int32_t>(first) + i;
-  const Ints before = load_ints(lanes) <= splat_int(cut.token);
-  const Ints kept = (score > splat(cut.score)) | ((score == splat(cut.score)) & before);
-  return select(kept & (weight >= splat(cut.weight)), weight, Floats{});
-}
-
-template <typename T>
-CERBERUS_SIMD void scan_greatest(const T* row, int64_t first, int64_t end, ChunkResult* result) {
-  constexpr int kUnroll = 4;
-  Floats greatest[kUnroll];
-  Ints nan[kUnroll];
-  for (int u = 0; u < kUnroll; ++u) greatest[u] = splat(-INFINITY), nan[u] = Ints{};
-  int64_t i = first;
-  for (; i + kUnroll * kLanes <= end; i += kUnroll * kLanes) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const Floats entry = load(row + i + u * kLanes);
-      nan[u] |= entry != entry;
-      greatest[u] = maximum(entry, greatest[u]);
-    }
-  }
-  float best = -INFINITY;
-  int32_t has_nan = 0;
-  for (int u = 0; u < kUnroll; ++u) {
-    const float part = horizontal_maximum(greatest[u]);
-    best = part > best ? part : best;
-    has_nan |= any(nan[u]);
-  }
-  for (; i < end; ++i) {
-    const float entry = to_float(row[i]);
-    has_nan |= entry != entry;
-    best = entry > best ? entry : best;
-  }
-  result->greatest = best;
-  result->has_nan = has_nan;
-}
-
-template <bool kFiltered, typename T>
-CERBERUS_SIMD void sum_weights(const T* row, int64_t first, int64_t end, float greatest, float temperature,
-                               const Cut& cut, ChunkResult* result) {
-  Group total{}, weighted{};
-  for (int64_t i = first; i < end; i += kGroup) {
-    const Group entries = load_group(row, i, end);
-    for (int p = 0; p < kParts; ++p) {
-      Floats weight;
-      const Floats score = score_of(entries.part[p], greatest, temperature, &weight);
-      if (kFiltered) weight = keep(cut, score, weight, i + p * kLanes);
-      total.part[p] += weight;
-      weighted.part[p] += weight * score;
-    }
-  }
-  result->total = sum_in_order(total);
-  result->weighted = sum_in_order(weighted);
-}
-
-// Greatest score + noise over a chunk's tokens with a weight above `bound`.
-template <typename T>
-CERBERUS_SIMD void perturb(const T* row, int64_t first, int64_t end, float greatest, float temperature,
-                           const Cut& cut, float bound, uint64_t seed, uint64_t position,
-                           ChunkResult* result) {
-  result->perturbed = -INFINITY;
-  result->token = -1;
-  for (int64_t i = first; i < end; i += kGroup) {
-    const Group entries = load_group(row, i, end);
-    float scores[kGroup], weights[kGroup];
-    bool passes = false;
-    for (int p = 0; p < kParts; ++p) {
-      Floats weight;
-      const Floats score = score_of(entries.part[p], greatest, temperature, &weight);
-      weight = keep(cut, score, weight, i + p * kLanes);
-      store(scores + p * kLanes, score);
-      store(weights + p * kLanes, weight);
-      passes |= any(weight > splat(bound));
-    }
-    if (!passes) continue;
-    PhiloxWords words{};
-    for (int64_t lane = 0, quad = -1; lane < kGroup; ++lane) {
-      if (!(weights[lane] > bound)) continue;
-      if (quad != lane / 4) {
-        quad = lane / 4;
-        words = token_words(seed, position, static_cast<uint32_t>(i / 4 + quad));
-      }
-      const float perturbed = scores[lane] + gumbel(words.word[lane % 4]);
-      if (perturbed > result->perturbed) {
-        result->perturbed = perturbed;
-        result->token = static_cast<int32_t>(i + lane);
-      }
-    }
-  }
-}
-
-// Scores are never positive: the bits of their magnitude order tokens from the likeliest on.
-CERBERUS_SIMD uint32_t select_key(float score) { return bits_from_float(score) & 0x7fffffffu; }
-
-// The smallest set of the likeliest tokens (the lowest id of equals first) whose masses reach `target`, as a
-// cut. A radix selection over the keys' bits; `count` candidates with positive weights in id order,
-// overwritten.
-template <typename Mass>
-CERBERUS_SIMD void select_tokens(const VerifySlot& slot, int64_t count, double target, Mass&& mass_of,
-                                 Cut* cut) {
-  constexpr int kShifts[] = {20, 10, 0};
-  double before = 0.0;
-  for (const int shift : kShifts) {
-    for (int64_t bucket = 0; bucket < kSelectBuckets; ++bucket) slot.mass[bucket] = 0.0;
-    const uint32_t mask = shift == 20 ? 0x7ffu : 0x3ffu;
-    for (int64_t i = 0; i < count; ++i) {
-      const int32_t token = slot.candidates[i];
-      slot.mass[select_key(slot.scores[token]) >> shift & mask] += mass_of(token);
-    }
-    int64_t crossing = -1;
-    double reached = before;
-    for (int64_t bucket = 0; bucket <= static_cast<int64_t>(mask) && reached < target; ++bucket) {
-      if (slot.mass[bucket] == 0.0) continue;
-      crossing = bucket;
-      before = reached;
-      reached += slot.mass[bucket];
-    }
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const int32_t token = slot.candidates[i];
-      if ((select_key(slot.scores[token]) >> shift & mask) == crossing) slot.candidates[kept++] = token;
-    }
-    count = kept;
-  }
-  for (int64_t i = 0; i < count && before < target; ++i) {
-    cut->score = slot.scores[slot.candidates[i]];
-    cut->token = slot.candidates[i];
-    before += mass_of(slot.candidates[i]);
-  }
-}
-
-struct Draw {
+// One request's parameters.
+struct Rule {
   float temperature, min_p, top_p;
   double epsilon, delta;
   int64_t top_k;
   uint64_t seed, position;
+
+  bool selects() const { return top_k > 0 || top_p < 1.0f; }
 };
+
+Cut cut_of(const RowSummary& row, const Rule& rule) { return {row.cut_score, row.cut_token, rule.min_p}; }
 
 // Reads one request's rows.
 template <typename T>
@@ -268,7 +47,7 @@ struct RowReader {
     });
     BestEntry best{-INFINITY, 0, 0};
     for (int64_t c = 0; c < chunks(); ++c) {
-      if (slot.chunks[c].has_nan) best.status = kNanRow;
+      if (slot.chunks[c].flaw) best.status = kNanRow;
       if (slot.chunks[c].greatest > best.value) {
         best.value = slot.chunks[c].greatest;
         best.token = static_cast<int32_t>(c * kVerifyChunk);
@@ -289,11 +68,11 @@ struct RowReader {
   double entropy(int32_t node, float greatest, float temperature, const Cut& cut, double* total) const {
     const T* entries = row(node);
     if (cut.filters()) {
-      each_chunk(kSummingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+      each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
         sum_weights<true>(entries, first, end, greatest, temperature, cut, result);
       });
     } else {
-      each_chunk(kSummingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+      each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
         sum_weights<false>(entries, first, end, greatest, temperature, cut, result);
       });
     }
@@ -307,40 +86,35 @@ struct RowReader {
   }
 
   // The cut of top_k, then of top_p among what it leaves.
-  void select(int32_t node, float greatest, const Draw& draw, Cut* cut) const {
+  void find_cut(int32_t node, float greatest, const Rule& rule, Cut* cut) const {
     const T* entries = row(node);
-    each_chunk(kSummingGrain, [&](int64_t first, int64_t end, ChunkResult*) {
-      for (int64_t i = first; i < end; i += kGroup) {
-        const Group group = load_group(entries, i, end);
-        for (int p = 0; p < kParts; ++p) {
-          const int64_t at = i + p * kLanes;
-          if (at >= end) continue;
-          Floats weight;
-          const Floats score = score_of(group.part[p], greatest, draw.temperature, &weight);
-          store_first(slot.scores + at, score, end - at);
-          store_first(slot.weights + at, weight, end - at);
-        }
+    each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult*) {
+      for (int64_t at = first; at < end; at += kLanes) {
+        Floats weight;
+        const Floats score = score_of(load_entries(entries, at, end), greatest, rule.temperature, &weight);
+        store_first(slot.scores + at, score, end - at);
+        store_first(slot.weights + at, weight, end - at);
       }
     });
-    if (draw.top_k > 0) {
+    if (rule.top_k > 0) {
       // Most rows hold top_k tokens close to the greatest; only where they do not is every token a candidate.
       constexpr float kFloors[] = {6.7e-3f, 3e-7f, 0.0f};
       int64_t count = 0;
-      for (int attempt = 0; attempt < 3 && count < draw.top_k; ++attempt) {
+      for (int attempt = 0; attempt < 3 && count < rule.top_k; ++attempt) {
         count = find_candidates(*cut, kFloors[attempt]);
       }
-      if (count >= draw.top_k) {
-        select_tokens(slot, count, static_cast<double>(draw.top_k), [](int32_t) { return 1.0; }, cut);
+      if (count >= rule.top_k) {
+        select_tokens(slot, count, static_cast<double>(rule.top_k), [](int32_t) { return 1.0; }, cut);
       }
     }
-    if (draw.top_p < 1.0f) {
+    if (rule.top_p < 1.0f) {
       const double total = kept_weight(*cut);
       // All tokens at or below the floor hold less than half of the mass that may be left out.
-      const double spare = 0.5 * (1.0 - static_cast<double>(draw.top_p)) * total;
+      const double spare = 0.5 * (1.0 - static_cast<double>(rule.top_p)) * total;
       const int64_t count =
           find_candidates(*cut, static_cast<float>(spare / static_cast<double>(vocab_size)));
       const auto weight = [&](int32_t token) { return static_cast<double>(slot.weights[token]); };
-      select_tokens(slot, count, static_cast<double>(draw.top_p) * total, weight, cut);
+      select_tokens(slot, count, static_cast<double>(rule.top_p) * total, weight, cut);
     }
   }
 
@@ -379,102 +153,330 @@ struct RowReader {
     return total;
   }
 
-  // Typical acceptance at a row, worked out once.
-  const TypicalRow& typical_row(int32_t node, const Draw& draw) const {
-    TypicalRow& result = slot.rows[node];
-    if (result.read) return result;
+  // A row after temperature and filters; without `sums` its total and entropy are left out.
+  RowSummary summarize(int32_t node, const Rule& rule, bool sums) const {
     const BestEntry best = best_entry(node);
-    result.read = true;
-    result.status = best.status;
-    result.fallback = best.token;
-    result.greatest = best.value;
+    RowSummary result{0.0, 0.0, best.value, best.token, -INFINITY, kNoCut, best.status, true};
     if (best.status != 0) return result;
-    Cut cut{-INFINITY, kNoCut, draw.min_p};
-    if (draw.top_k > 0 || draw.top_p < 1.0f) select(node, best.value, draw, &cut);
-    const double nats = entropy(node, best.value, draw.temperature, cut, &result.total);
-    const double scaled = draw.delta * exp(-nats);
-    result.nats = draw.temperature == 1.0f && !cut.filters() ? static_cast<float>(nats) : NAN;
-    result.limit = (draw.epsilon < scaled ? draw.epsilon : scaled) * result.total;
+    Cut cut{-INFINITY, kNoCut, rule.min_p};
+    if (rule.selects()) find_cut(node, best.value, rule, &cut);
     result.cut_score = cut.score;
     result.cut_token = cut.token;
+    if (sums) result.nats = entropy(node, best.value, rule.temperature, cut, &result.total);
     return result;
   }
 
-  bool passes(int32_t node, int32_t token, const Draw& draw, double* log_prob) const {
-    const TypicalRow& known = typical_row(node, draw);
-    if (known.status != 0) return false;
+  // A token's weight, 0 if filters drop it, and its score.
+  float weight_at(int32_t node, int32_t token, const RowSummary& known, const Rule& rule,
+                  float* score) const {
     Floats weight;
-    const Floats entry = splat(to_float(row(node)[token]));
-    const Floats score = score_of(entry, known.greatest, draw.temperature, &weight);
-    const bool kept = score[0] > known.cut_score || (score[0] == known.cut_score && token <= known.cut_token);
-    *log_prob = static_cast<double>(score[0]) - log(known.total);
-    return kept && weight[0] >= draw.min_p && static_cast<double>(weight[0]) > known.limit;
+    *score = score_of(splat(to_float(row(node)[token])), known.greatest, rule.temperature, &weight)[0];
+    const bool kept = *score > known.cut_score || (*score == known.cut_score && token <= known.cut_token);
+    return kept && weight[0] >= rule.min_p ? weight[0] : 0.0f;
   }
 
-  int32_t draw_token(int32_t node, const Draw& draw, uint64_t position) const {
-    const TypicalRow& known = slot.rows[node];
-    if (known.status != 0) return known.fallback;
-    float bound = static_cast<float>(known.limit);
-    if (static_cast<double>(bound) > known.limit)
-      bound = nextafterf(bound, -1.0f);  // weight > limit iff > bound
-    const Cut cut{known.cut_score, known.cut_token, draw.min_p};
+  // Gumbel-argmax over the kept tokens with a weight above `limit`, the greatest entry if there are none.
+  int32_t draw_token(int32_t node, const RowSummary& known, const Rule& rule, double limit,
+                     uint64_t position) const {
+    if (known.status != 0 || !(1.0 > limit)) return known.best;
     const T* entries = row(node);
-    each_chunk(kSummingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
-      perturb(entries, first, end, known.greatest, draw.temperature, cut, bound, draw.seed, position, result);
+    const uint32_t best = static_cast<uint32_t>(known.best);
+    const float floor = gumbel(token_word(rule.seed, position, best));
+    each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+      result->perturbed = floor;
+      result->token = known.best;
+      perturb(
+          first, end, rule.seed, position, result,
+          [&](int64_t at) __attribute__((always_inline)) {
+            const Floats score = score_of(load_entries(entries, at, end), known.greatest, rule.temperature);
+            return select(score >= splat(known.cut_score), score, splat(-INFINITY));
+          },
+          [&](int32_t token, float* score) __attribute__((always_inline)) {
+            const float weight = weight_at(node, token, known, rule, score);
+            return weight > 0.0f && static_cast<double>(weight) > limit;
+          });
     });
-    float best = -INFINITY;
-    int32_t token = known.fallback;
+    return winner(floor, known.best);
+  }
+
+  // The greatest of the chunks' perturbed scores.
+  int32_t winner(float best, int32_t token) const {
     for (int64_t c = 0; c < chunks(); ++c) {
-      if (slot.chunks[c].perturbed > best) {
-        best = slot.chunks[c].perturbed;
-        token = slot.chunks[c].token;
+      const ChunkResult& chunk = slot.chunks[c];
+      if (chunk.perturbed > best || (chunk.perturbed == best && chunk.token < token)) {
+        best = chunk.perturbed;
+        token = chunk.token;
       }
     }
     return token;
   }
 };
 
+// Residual rejection at one row: what the children that were tried leave of p.
+template <typename T>
+struct Residual {
+  const RowReader<T>& reader;
+  const Rule& rule;
+  const VerifyTreeArgs& args;
+  const char* draft_rows;  // the request's first
+  RowSummary known;
+  int32_t node;
+  const float* mass;  // what is left, times `total`; null while that is the row itself
+  double total;
+  int32_t best;       // token of the greatest mass
+  int64_t num_tried;  // tokens taken out of later draft rows, in slot.candidates
+
+  uint8_t read(int32_t at) {
+    node = at;
+    known = reader.summarize(at, rule, true);
+    mass = nullptr;
+    total = known.total;
+    num_tried = 0;
+    return known.status;
+  }
+
+  const char* draft_row(int32_t child) const {
+    const int64_t size = args.draft_dtype == DType::f32 ? 4 : 2;
+    return draft_rows + child * args.draft_row_stride * size;
+  }
+
+  bool load(const char* draft, int64_t first, int64_t end, float* to) const {
+    const int32_t* tried = reader.slot.candidates;
+    switch (args.draft_dtype) {
+      case DType::f32:
+        return load_draft(reinterpret_cast<const float*>(draft), first, end, tried, num_tried, to);
+      case DType::f16:
+        return load_draft(reinterpret_cast<const Half*>(draft), first, end, tried, num_tried, to);
+      default:
+        return load_draft(reinterpret_cast<const BFloat16*>(draft), first, end, tried, num_tried, to);
+    }
+  }
+
+  // Sum of a draft row, 0 if it is no distribution.
+  double draft_total(const char* draft) const {
+    reader.each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+      float mass_of[kVerifyChunk];
+      result->flaw = load(draft, first, end, mass_of);
+      Group sums{};
+      for (int64_t i = 0; i < end - first; i += kGroup) {
+        for (int p = 0; p < kParts; ++p) {
+          const int64_t at = i + p * kLanes;
+          sums.part[p] += load_first(mass_of + at, end - first - at);
+        }
+      }
+      result->total = sum_in_order(sums);
+    });
+    double sum = 0.0;
+    bool flaw = false;
+    for (int64_t c = 0; c < reader.chunks(); ++c) {
+      sum += reader.slot.chunks[c].total;
+      flaw |= reader.slot.chunks[c].flaw != 0;
+    }
+    return flaw ? 0.0 : sum;
+  }
+
+  Trial attempt(int32_t child, int32_t token, uint32_t ordinal, int32_t depth) {
+    const char* draft = draft_row(child);
+    const double sum = draft_total(draft);
+    float lanes[kLanes], score;
+    load(draft, token, token + 1, lanes);
+    const double q = lanes[0];
+    if (!(sum > 0.0) || q == 0.0) return Trial::no_mass;
+    const double p = mass ? mass[token] : reader.weight_at(node, token, known, rule, &score);
+    const double toss = coin(rule.seed, rule.position + static_cast<uint64_t>(depth), ordinal);
+    if (toss * (q / sum) < p / total) return Trial::accepted;
+    subtract(draft, sum);
+    if (args.drafting == Drafting::without_replacement) reader.slot.candidates[num_tried++] = token;
+    return Trial::rejected;
+  }
+
+  // mass = max(p - q, 0); left as it is where that is 0 everywhere, as it can be by rounding alone.
+  void subtract(const char* draft, double draft_sum) {
+    const T* entries = reader.row(node);
+    float* next = mass == reader.slot.scores ? reader.slot.weights : reader.slot.scores;
+    const Cut cut = cut_of(known, rule);
+    const float per_mass = static_cast<float>(1.0 / total), per_draft = static_cast<float>(1.0 / draft_sum);
+    reader.each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+      float drafted[kVerifyChunk];
+      load(draft, first, end, drafted);
+      Group sums{};
+      float greatest = 0.0f;
+      for (int64_t i = first; i < end; i += kGroup) {
+        for (int p = 0; p < kParts; ++p) {
+          const int64_t at = i + p * kLanes;
+          if (at >= end) break;
+          Floats target;
+          if (mass) {
+            target = load_first(mass + at, end - at);
+          } else {
+            Floats weight;
+            const Floats entry = load_entries(entries, at, end);
+            const Floats score = score_of(entry, known.greatest, rule.temperature, &weight);
+            target = keep(cut, score, weight, at);
+          }
+          Floats left = target * per_mass - load_first(drafted + (at - first), end - at) * per_draft;
+          left = select(left >= splat(kLeastResidual), left, Floats{});
+          sums.part[p] += left;
+          store_first(next + at, left, end - at);
+          const float part = horizontal_maximum(left);
+          greatest = part > greatest ? part : greatest;
+        }
+      }
+      result->total = sum_in_order(sums);
+      result->greatest = greatest;
+    });
+    double sum = 0.0;
+    float greatest = 0.0f;
+    int64_t token = 0;
+    for (int64_t c = 0; c < reader.chunks(); ++c) {
+      sum += reader.slot.chunks[c].total;
+      if (reader.slot.chunks[c].greatest > greatest) {
+        greatest = reader.slot.chunks[c].greatest;
+        token = c * kVerifyChunk;
+      }
+    }
+    if (!(sum > 0.0)) return;
+    while (next[token] != greatest) ++token;
+    mass = next;
+    total = sum;
+    best = static_cast<int32_t>(token);
+  }
+
+  // A token in proportion to what is left.
+  int32_t draw_token(uint64_t position) const {
+    if (!mass) return reader.draw_token(node, known, rule, -1.0, position);
+    const auto exact = [&](int32_t token, float* score) __attribute__((always_inline)) {
+      if (mass[token] > 0.0f) *score = natural_log(mass[token]);
+      return mass[token] > 0.0f;
+    };
+    float floor;
+    exact(best, &floor);
+    floor += gumbel(token_word(rule.seed, position, static_cast<uint32_t>(best)));
+    reader.each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+      result->perturbed = floor;
+      result->token = best;
+      perturb(
+          first, end, rule.seed, position, result,
+          [&](int64_t at) __attribute__((always_inline)) {
+            const Floats left = load_first(mass + at, end - at);
+            const Floats bound = (least_log2(maximum(left, splat(kLeastResidual))) + 0.0862f) * kLn2;
+            return select(left > Floats{}, bound, splat(-INFINITY));
+          },
+          exact);
+    });
+    return reader.winner(floor, best);
+  }
+};
+
+// How a request's walk ended.
+struct Ending {
+  WalkEnd end;
+  int32_t bonus;
+  RowSummary last;
+  bool knows_entropy;  // last.nats is that of the whole row at temperature 1
+};
+
+template <typename T>
+Ending verify_matching(const RowReader<T>& reader, const DraftTree& tree, const Rule& rule, bool draws,
+                       int32_t* path) {
+  Ending ending{};
+  BestEntry last;
+  ending.end = walk_matching(tree, path, &last, [&](int32_t node, int32_t depth) {
+    if (!draws) return reader.best_entry(node);
+    const RowSummary known = reader.summarize(node, rule, false);
+    const int32_t token =
+        reader.draw_token(node, known, rule, -1.0, rule.position + static_cast<uint64_t>(depth));
+    return BestEntry{known.greatest, token, known.status};
+  });
+  ending.bonus = last.token;
+  ending.last.greatest = last.value;
+  ending.last.status = last.status;
+  return ending;
+}
+
+template <typename T>
+Ending verify_typical(const RowReader<T>& reader, const DraftTree& tree, const Rule& rule, int32_t* path) {
+  RowSummary* rows = reader.slot.rows;
+  for (int32_t node = 0; node < tree.num_nodes; ++node) rows[node].read = false;
+  const auto read = [&](int32_t node) -> const RowSummary& {
+    if (!rows[node].read) rows[node] = reader.summarize(node, rule, true);
+    return rows[node];
+  };
+  const auto limit = [&](const RowSummary& known) {
+    const double scaled = rule.delta * exp(-known.nats);
+    return (rule.epsilon < scaled ? rule.epsilon : scaled) * known.total;
+  };
+  Ending ending{};
+  ending.end = walk_typical(tree, reader.vocab_size, reader.slot.merits, path,
+                            [&](int32_t node, int32_t token, double* log_prob) {
+                              const RowSummary& known = read(node);
+                              if (known.status != 0) return false;
+                              float score;
+                              const float weight = reader.weight_at(node, token, known, rule, &score);
+                              *log_prob = static_cast<double>(score) - log(known.total);
+                              return weight > 0.0f && static_cast<double>(weight) > limit(known);
+                            });
+  ending.last = read(ending.end.node);
+  for (int32_t node = 0; node < tree.num_nodes; ++node) {
+    if (rows[node].read) ending.end.status |= rows[node].status;
+  }
+  const uint64_t position = rule.position + static_cast<uint64_t>(ending.end.depth);
+  ending.bonus = reader.draw_token(ending.end.node, ending.last, rule, limit(ending.last), position);
+  ending.knows_entropy = true;
+  return ending;
+}
+
+template <typename T>
+Ending verify_rejection(const VerifyTreeArgs& args, int64_t b, const RowReader<T>& reader,
+                        const DraftTree& tree, const Rule& rule, int32_t* path) {
+  const int64_t first = first_row_offset(args, b, args.draft_batch_stride, args.draft_row_stride);
+  const char* draft_rows =
+      static_cast<const char*>(args.draft_probs) + first * (args.draft_dtype == DType::f32 ? 4 : 2);
+  Residual<T> residual{reader, rule, args, draft_rows, {}, 0, nullptr, 0.0, 0, 0};
+  Ending ending{};
+  ending.end = walk_rejection(
+      tree, args.vocab_size, path, [&](int32_t node) { return residual.read(node); },
+      [&](int32_t child, int32_t token, uint32_t ordinal, int32_t depth) {
+        return residual.attempt(child, token, ordinal, depth);
+      });
+  ending.last = residual.known;
+  ending.bonus = residual.known.status != 0
+                     ? residual.known.best
+                     : residual.draw_token(rule.position + static_cast<uint64_t>(ending.end.depth));
+  ending.knows_entropy = true;
+  return ending;
+}
+
 template <typename T>
 void verify_request(const VerifyTreeArgs& args, int64_t b, const VerifySlot& slot) {
   const DraftTree tree = draft_tree(args, b);
-  const T* rows = static_cast<const T*>(args.logits) + first_row_offset(args, b);
-  const RowReader<T> reader{rows, args.logits_row_stride, args.vocab_size, slot};
+  const int64_t first = first_row_offset(args, b, args.logits_batch_stride, args.logits_row_stride);
+  const RowReader<T> reader{static_cast<const T*>(args.logits) + first, args.logits_row_stride,
+                            args.vocab_size, slot};
   int32_t* path = args.path + b * (args.max_depth + 1);
-  const float temperature = args.temperature[b];
-  WalkEnd end;
-  BestEntry last;
-  int32_t bonus;
-  float nats = NAN;
-  if (args.mode[b] == static_cast<int64_t>(VerifyMode::greedy) || temperature == 0.0f) {
-    end = walk_greedy(tree, path, &last, [&](int32_t node) { return reader.best_entry(node); });
-    bonus = last.token;
-  } else {
-    const Draw draw{temperature,
-                    args.min_p[b],
-                    args.top_p[b],
-                    args.epsilon[b],
-                    args.delta[b],
-                    args.top_k[b],
-                    static_cast<uint64_t>(args.seed[b]),
-                    static_cast<uint64_t>(args.position[b])};
-    for (int32_t node = 0; node < tree.num_nodes; ++node) slot.rows[node].read = false;
-    end = walk_typical(tree, args.vocab_size, slot.merits, path,
-                       [&](int32_t node, int32_t token, double* log_prob) {
-                         return reader.passes(node, token, draw, log_prob);
-                       });
-    const TypicalRow& known = reader.typical_row(end.node, draw);
-    last = {known.greatest, known.fallback, known.status};
-    if (known.status == 0) nats = known.nats;
-    for (int32_t node = 0; node < tree.num_nodes; ++node) {
-      if (slot.rows[node].read) end.status |= slot.rows[node].status;
-    }
-    bonus = reader.draw_token(end.node, draw, draw.position + static_cast<uint64_t>(end.depth));
-  }
-  if (last.status == 0 && isnan(nats)) {
+  const Rule rule{args.temperature[b],
+                  args.min_p[b],
+                  args.top_p[b],
+                  args.epsilon[b],
+                  args.delta[b],
+                  args.top_k[b],
+                  static_cast<uint64_t>(args.seed[b]),
+                  static_cast<uint64_t>(args.position[b])};
+  const VerifyMode mode =
+      rule.temperature == 0.0f ? VerifyMode::greedy : static_cast<VerifyMode>(args.mode[b]);
+  const Ending ending = mode == VerifyMode::typical ? verify_typical(reader, tree, rule, path)
+                        : mode == VerifyMode::rejection
+                            ? verify_rejection(args, b, reader, tree, rule, path)
+                            : verify_matching(reader, tree, rule, mode == VerifyMode::sample, path);
+  double nats = NAN;
+  if (ending.last.status == 0) {
+    const bool plain = rule.temperature == 1.0f && !rule.selects() && rule.min_p == 0.0f;
     double total;
-    nats = static_cast<float>(reader.entropy(end.node, last.value, 1.0f, {-INFINITY, kNoCut, 0.0f}, &total));
+    nats = ending.knows_entropy && plain ? ending.last.nats
+                                         : reader.entropy(ending.end.node, ending.last.greatest, 1.0f,
+                                                          {-INFINITY, kNoCut, 0.0f}, &total);
   }
-  write_verdict(args, b, tree, end, bonus, nats);
+  write_verdict(args, b, tree, ending.end, ending.bonus, static_cast<float>(nats));
 }
 
 template <typename T>

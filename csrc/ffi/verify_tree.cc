@@ -1,5 +1,6 @@
 #include "cerberus/verify_tree.h"
 
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -10,26 +11,55 @@
 namespace cerberus::ffi {
 namespace {
 
+using tvm::ffi::AnyView;
+
 constexpr const char* kOp = "verify_tree";
 constexpr size_t kKeptWorkspace = 4 << 20;  // bytes a thread may keep between calls
 
-IntegerColumn integers(const char* name, int64_t value, const Optional<TensorView>& rows, int64_t batch) {
-  if (!rows.has_value()) return {nullptr, 0, value, 0};
-  const TensorView tensor = rows.value();
-  check_cpu(kOp, name, tensor);
-  check_ndim(kOp, name, tensor, 1);
-  check_size(kOp, name, tensor, 0, batch);
-  const bool fits =
-      is_dtype(tensor, kDLUInt, 8) || is_dtype(tensor, kDLInt, 32) || is_dtype(tensor, kDLInt, 64);
-  if (!fits) TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be uint8, int32 or int64";
-  return {tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype().bits / 8};
+// A parameter is one number for all requests or a tensor with one per request. Values are checked by the
+// Python layer's rules too, which has the words; here, that none may mislead the kernel.
+IntegerColumn integers(const char* name, const AnyView& value, int64_t batch, int64_t least, int64_t most) {
+  IntegerColumn column{nullptr, 0, 0, 0};
+  if (const auto number = value.try_cast<int64_t>()) {
+    column.value = *number;
+    batch = 1;
+  } else {
+    const TensorView tensor = value.cast<TensorView>();
+    check_cpu(kOp, name, tensor);
+    check_ndim(kOp, name, tensor, 1);
+    check_size(kOp, name, tensor, 0, batch);
+    const bool fits =
+        is_dtype(tensor, kDLUInt, 8) || is_dtype(tensor, kDLInt, 32) || is_dtype(tensor, kDLInt, 64);
+    if (!fits) TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be uint8, int32 or int64";
+    column = {tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype().bits / 8};
+  }
+  for (int64_t b = 0; b < batch; ++b) {
+    if (column[b] < least || column[b] > most) {
+      TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be in [" << least << ", " << most
+                                << "], got " << column[b] << " in row " << b;
+    }
+  }
+  return column;
 }
 
-FloatColumn floats(const char* name, double value, const Optional<TensorView>& rows, int64_t batch) {
-  if (!rows.has_value()) return {nullptr, 0, static_cast<float>(value)};
-  check_ndim(kOp, name, rows.value(), 1);
-  check_size(kOp, name, rows.value(), 0, batch);
-  return {data<float>(kOp, name, rows.value()), rows.value().stride(0), 0.0f};
+FloatColumn floats(const char* name, const AnyView& value, int64_t batch, float least, float most) {
+  FloatColumn column{nullptr, 0, 0.0f};
+  if (const auto number = value.try_cast<double>()) {
+    column.value = static_cast<float>(*number);
+    batch = 1;
+  } else {
+    const TensorView tensor = value.cast<TensorView>();
+    check_ndim(kOp, name, tensor, 1);
+    check_size(kOp, name, tensor, 0, batch);
+    column = {data<float>(kOp, name, tensor), tensor.stride(0), 0.0f};
+  }
+  for (int64_t b = 0; b < batch; ++b) {
+    if (!(column[b] >= least && column[b] <= most)) {
+      TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be in [" << least << ", " << most
+                                << "], got " << column[b] << " in row " << b;
+    }
+  }
+  return column;
 }
 
 template <typename T>
@@ -78,6 +108,29 @@ void read_shapes(VerifyTreeArgs& args, const TensorView& logits, const TensorVie
   if (own_trees) check_size(kOp, "parents", parents, 0, args.batch);
 }
 
+void read_drafts(VerifyTreeArgs& args, const Optional<TensorView>& draft_probs, int64_t drafting) {
+  if (drafting < 0 || drafting > 2) {
+    TVM_FFI_THROW(ValueError) << kOp << ": drafting must be 0, 1 or 2, got " << drafting;
+  }
+  args.drafting = static_cast<Drafting>(drafting);
+  args.draft_probs = nullptr;
+  if (!draft_probs.has_value()) return;
+  const TensorView rows = draft_probs.value();
+  const int node_dim = args.cu_nodes ? 0 : 1;
+  check_ndim(kOp, "draft_probs", rows, node_dim + 2);
+  check_last_contiguous(kOp, "draft_probs", rows);
+  check_size(kOp, "draft_probs", rows, node_dim, args.nodes);
+  if (!args.cu_nodes) check_size(kOp, "draft_probs", rows, 0, args.batch);
+  if (rows.size(node_dim + 1) < args.vocab_size) {
+    TVM_FFI_THROW(ValueError) << kOp << ": draft_probs must be at least vocab_size = " << args.vocab_size
+                              << " wide, got " << rows.size(node_dim + 1);
+  }
+  args.draft_dtype = float_dtype(kOp, "draft_probs", rows);
+  args.draft_probs = rows.data_ptr();
+  args.draft_batch_stride = args.cu_nodes ? 0 : rows.stride(0);
+  args.draft_row_stride = rows.stride(node_dim);
+}
+
 void check_borders(const VerifyTreeArgs& args) {
   bool rising = args.cu_nodes[0] == 0 && args.cu_nodes[args.batch] <= args.nodes;
   for (int64_t b = 0; b < args.batch; ++b) rising &= args.cu_nodes[b] < args.cu_nodes[b + 1];
@@ -104,8 +157,10 @@ void check_trees(const VerifyTreeArgs& args) {
           << kOp << ": parents must be -1 for the root and lie in [0, node) for every other node, got "
           << tree.parents[bad] << " for node " << bad << " in row " << b;
     }
-    const int64_t mode = args.mode[b];
-    if (mode != 0 && mode != 1) TVM_FFI_THROW(ValueError) << kOp << ": mode must be 0 or 1, got " << mode;
+    if (args.mode[b] != static_cast<int64_t>(VerifyMode::rejection)) continue;
+    if (args.drafting == Drafting::deterministic || !args.draft_probs) {
+      TVM_FFI_THROW(ValueError) << kOp << ": drafting and draft_probs must be given in rejection mode";
+    }
   }
 }
 
@@ -113,8 +168,7 @@ void check_trees(const VerifyTreeArgs& args) {
 void run(VerifyTreeArgs& args) {
   const int64_t threads = cpu::num_threads();
   args.slots = args.batch >= threads ? (args.batch < threads ? args.batch : threads) : 1;
-  VerifySlot slot;
-  const size_t bytes = static_cast<size_t>(lay_out_slot(args, nullptr, &slot) * args.slots) + 64;
+  const size_t bytes = static_cast<size_t>(verify_tree_workspace(args)) + 64;
   static thread_local std::vector<char> kept;
   std::unique_ptr<char[]> large;
   if (bytes > kKeptWorkspace) {
@@ -128,28 +182,27 @@ void run(VerifyTreeArgs& args) {
 }
 
 void verify_tree(TensorView logits, TensorView draft_tokens, TensorView parents,
-                 Optional<TensorView> num_nodes, Optional<TensorView> cu_nodes, int64_t vocab_size,
-                 int64_t max_depth, int64_t mode, double temperature, int64_t top_k, double top_p,
-                 double min_p, double epsilon, double delta, int64_t seed, int64_t position,
-                 Optional<TensorView> mode_rows, Optional<TensorView> temperature_rows,
-                 Optional<TensorView> top_k_rows, Optional<TensorView> top_p_rows,
-                 Optional<TensorView> min_p_rows, Optional<TensorView> epsilon_rows,
-                 Optional<TensorView> delta_rows, Optional<TensorView> seed_rows,
-                 Optional<TensorView> position_rows, TensorView tokens, TensorView num_accepted,
-                 TensorView path, TensorView entropy, TensorView status) {
+                 Optional<TensorView> num_nodes, Optional<TensorView> cu_nodes,
+                 Optional<TensorView> draft_probs, int64_t vocab_size, int64_t max_depth, int64_t drafting,
+                 AnyView mode, AnyView temperature, AnyView top_k, AnyView top_p, AnyView min_p,
+                 AnyView epsilon, AnyView delta, AnyView seed, AnyView position, TensorView tokens,
+                 TensorView num_accepted, TensorView path, TensorView entropy, TensorView status) {
+  constexpr float kGreatest = std::numeric_limits<float>::max();
+  constexpr float kLeast = std::numeric_limits<float>::denorm_min();
   VerifyTreeArgs args{};
   args.vocab_size = vocab_size;
   args.max_depth = max_depth;
   read_shapes(args, logits, draft_tokens, parents, num_nodes, cu_nodes);
-  args.mode = integers("mode", mode, mode_rows, args.batch);
-  args.temperature = floats("temperature", temperature, temperature_rows, args.batch);
-  args.top_k = integers("top_k", top_k, top_k_rows, args.batch);
-  args.top_p = floats("top_p", top_p, top_p_rows, args.batch);
-  args.min_p = floats("min_p", min_p, min_p_rows, args.batch);
-  args.epsilon = floats("epsilon", epsilon, epsilon_rows, args.batch);
-  args.delta = floats("delta", delta, delta_rows, args.batch);
-  args.seed = integers("seed", seed, seed_rows, args.batch);
-  args.position = integers("position", position, position_rows, args.batch);
+  read_drafts(args, draft_probs, drafting);
+  args.mode = integers("mode", mode, args.batch, 0, 3);
+  args.temperature = floats("temperature", temperature, args.batch, 0.0f, kGreatest);
+  args.top_k = integers("top_k", top_k, args.batch, 0, INT64_MAX);
+  args.top_p = floats("top_p", top_p, args.batch, kLeast, 1.0f);
+  args.min_p = floats("min_p", min_p, args.batch, 0.0f, 1.0f);
+  args.epsilon = floats("epsilon", epsilon, args.batch, 0.0f, 1.0f);
+  args.delta = floats("delta", delta, args.batch, 0.0f, kGreatest);
+  args.seed = integers("seed", seed, args.batch, INT64_MIN, INT64_MAX);
+  args.position = integers("position", position, args.batch, 0, INT64_MAX);
   if (max_depth < 0) TVM_FFI_THROW(ValueError) << kOp << ": max_depth must be >= 0, got " << max_depth;
   args.tokens = output<int32_t>("tokens", tokens, args.batch, max_depth + 1);
   args.num_accepted = output<int32_t>("num_accepted", num_accepted, args.batch, 0);

@@ -205,8 +205,8 @@ def verify_tree(
         epsilon: in [0, 1]; a number or fp32 ``[B]``. Numbers are rounded to fp32 as tensors are.
         delta: >= 0; a number or fp32 ``[B]``.
         drafting: how siblings were made. ``"iid"``: each drawn from its row; every one is a trial, duplicates too.
-            ``"without_replacement"``: each drawn from its row less the tokens of the siblings before it, which are taken
-            out and the row renormalised here. ``"deterministic"``: not drawn; rejection mode refuses it.
+            ``"without_replacement"``: each drawn from its row less the tokens of the siblings before it, which are
+            taken out and the row renormalised here. ``"deterministic"``: not drawn; rejection mode refuses it.
         draft_probs: for rejection mode, fp32, bf16 or fp16 ``[B, N, V'']`` or ``[T, V'']`` with V'' >= vocab_size, any
             strides but the last: in node i's row the distribution that node i was drawn from, non-negative and here
             normalised. Only rows of children that are tried are read. A child whose row gives its token no mass, or

@@ -7,12 +7,16 @@ from typing import Any
 from ..._native import function
 from .parameters import NUM_INPUTS, PARAMETERS, check_rows
 
-_FIRST_ROWS = NUM_INPUTS + len(PARAMETERS)
+_COUNT = len(PARAMETERS)
 
 
 def verify_tree_out(*args: Any) -> None:
-    """The schema's arguments as they are, then a Verdict's fields to fill."""
-    rows = args[_FIRST_ROWS : _FIRST_ROWS + len(PARAMETERS)]
-    if any(tensor is not None for tensor in rows):
-        check_rows(rows)
-    function("verify_tree")(*args)
+    """The schema's arguments, then a Verdict's fields to fill."""
+    inputs, rest = args[:NUM_INPUTS], args[NUM_INPUTS:]
+    scalars, rows, outputs = rest[:_COUNT], rest[_COUNT : 2 * _COUNT], rest[2 * _COUNT :]
+    values = (scalar if tensor is None else tensor for scalar, tensor in zip(scalars, rows, strict=True))
+    try:
+        function("verify_tree")(*inputs, *values, *outputs)
+    except ValueError:
+        check_rows(rows)  # says it in words
+        raise

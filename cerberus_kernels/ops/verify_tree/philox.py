@@ -30,7 +30,7 @@ def philox4x32(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 
 
 def _block_words(seed: int, position: int, kind: int, index: torch.Tensor) -> torch.Tensor:
-    """int64 ``[n, 4]``: the words at counter (index, kind, low and high word of position), keyed by the seed's words."""
+    """int64 ``[n, 4]``: the words at counter (index, kind, low and high word of position), key: the seed's words."""
     counter = torch.stack(
         [
             index,
@@ -44,7 +44,7 @@ def _block_words(seed: int, position: int, kind: int, index: torch.Tensor) -> to
 
 
 def token_words(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The random word of each token id, which depends on the seed, the absolute position and the id, and on nothing else.
+    """The random word of each token id, which depends on the seed, the absolute position and the id alone.
 
     Its upper byte and its lower 24 bits come from different blocks: a token has a chance to win a draw only if its
     noise is great, which its upper byte nearly always rules out, so code that draws from a whole vocabulary works out

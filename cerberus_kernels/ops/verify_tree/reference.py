@@ -52,12 +52,15 @@ class Settings(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request: rows [n, vocab_size], draft tokens and parents of its n nodes, its draft rows [n, vocab_size]."""
+    """One request: rows and draft rows [n, vocab_size], draft tokens and parents of its n nodes.
+
+    Without draft_probs, which only rejection mode reads, the draft rows are empty.
+    """
 
     rows: torch.Tensor
+    draft_rows: torch.Tensor
     drafts: list[int]
     parents: list[int]
-    draft_rows: torch.Tensor | None = None
 
     def children(self, node: int) -> list[int]:
         """Children of a node, the lowest first."""
@@ -125,7 +128,7 @@ class Randomness:
         self.seed = seed
 
     def draw(self, scores: torch.Tensor, position: int) -> int:
-        """A token in proportion to exp(scores), float64 [V]: the argmax of score + Gumbel noise, the lowest of equals."""
+        """A token in proportion to exp(scores), float64 [V]: argmax of score + Gumbel noise, the lowest of equals."""
         tokens = (scores > -math.inf).nonzero().flatten()
         noise = gumbel(token_words(self.seed, position, tokens))
         return int(tokens[(scores[tokens] + noise).argmax()])
@@ -213,7 +216,8 @@ def verify_rejection(
             return Outcome(path, fallback, status)
         position = settings.position + len(path) - 1
         target = torch.softmax(filtered_scores(row, settings), -1)
-        accepted, tried = None, []
+        accepted = None
+        tried: list[int] = []
         for trial, node in enumerate(request.children(path[-1]) if len(path) <= max_depth else []):
             token = request.drafts[node]
             if not 0 <= token < len(target):
@@ -299,8 +303,9 @@ def requests_of(
         if bad >= 0:
             constraint = "-1 for the root and lie in [0, node) for every other node"
             refuse(OP, "parents", constraint, f"{tree[bad]} for node {bad} in row {b}")
-        draft_rows = None if draft_probs is None else draft_probs[nodes][:, :vocab_size]
-        yield Request(logits[nodes][:, :vocab_size], draft_tokens[nodes].tolist(), tree, draft_rows)
+        rows = logits[nodes][:, :vocab_size]
+        draft_rows = rows[:0] if draft_probs is None else draft_probs[nodes][:, :vocab_size]
+        yield Request(rows, draft_rows, draft_tokens[nodes].tolist(), tree)
 
 
 def single(scalar: float) -> float:

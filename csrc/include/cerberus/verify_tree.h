@@ -9,13 +9,17 @@
 
 namespace cerberus {
 
-enum class VerifyMode : int32_t { greedy = 0, typical = 1 };
+enum class VerifyMode : int32_t { greedy = 0, typical = 1, sample = 2, rejection = 3 };
+
+// How siblings were made; see draft_probs.
+enum class Drafting : int32_t { deterministic = 0, iid = 1, without_replacement = 2 };
 
 enum VerifyStatus : uint8_t {
   kNanRow = 1,
   kNoFiniteEntry = 2,
   kTokenOutOfRange = 4,
   kMalformedTree = 8,
+  kNoDraftMass = 16,
 };
 
 // A parameter of a call: one value for all requests, or one per request in `data`.
@@ -54,6 +58,11 @@ struct VerifyTreeArgs {
   int64_t parents_stride;    // 0: one tree for all
   const int32_t* num_nodes;  // [batch] or null
   const int32_t* cu_nodes;   // [batch + 1] or null
+  const void* draft_probs;  // rows as of logits, of what each node was drawn from, or null: no rejection mode
+  DType draft_dtype;
+  int64_t draft_batch_stride;
+  int64_t draft_row_stride;
+  Drafting drafting;
   int64_t batch;
   int64_t nodes;
   int64_t vocab_size;
@@ -97,9 +106,10 @@ CERBERUS_HD DraftTree draft_tree(const VerifyTreeArgs& args, int64_t b) {
   return tree;
 }
 
-// Elements from the start of the logits to the root's row of request b.
-CERBERUS_HD int64_t first_row_offset(const VerifyTreeArgs& args, int64_t b) {
-  return args.cu_nodes ? args.cu_nodes[b] * args.logits_row_stride : b * args.logits_batch_stride;
+// Elements from the start of logits or draft_probs to the root's row of request b.
+CERBERUS_HD int64_t first_row_offset(const VerifyTreeArgs& args, int64_t b, int64_t batch_stride,
+                                     int64_t row_stride) {
+  return args.cu_nodes ? args.cu_nodes[b] * row_stride : b * batch_stride;
 }
 
 // A row's greatest entry: the lowest id of equals, NaN passed over, 0 where every entry is -inf or NaN.
@@ -116,14 +126,14 @@ struct WalkEnd {
   uint8_t status;
 };
 
-// Step to the first child that holds the row's best token. `read(node)` gives the BestEntry of a row; `last`
-// is that of the last row. Writes depth + 1 entries of `path`.
+// Step to the first child that holds the row's token: its best one, or one drawn from it. `read(node, depth)`
+// gives that token as a BestEntry; `last` is that of the last row. Writes depth + 1 entries of `path`.
 template <typename Read>
-CERBERUS_HD WalkEnd walk_greedy(const DraftTree& tree, int32_t* path, BestEntry* last, Read&& read) {
+CERBERUS_HD WalkEnd walk_matching(const DraftTree& tree, int32_t* path, BestEntry* last, Read&& read) {
   WalkEnd end{0, 0, 0};
   path[0] = 0;
   for (;;) {
-    *last = read(end.node);
+    *last = read(end.node, end.depth);
     end.status |= last->status;
     if (last->status != 0 || end.depth == tree.max_depth) return end;
     int32_t child = end.node + 1;
@@ -132,6 +142,36 @@ CERBERUS_HD WalkEnd walk_greedy(const DraftTree& tree, int32_t* path, BestEntry*
     if (child >= tree.num_nodes) return end;
     end.node = child;
     path[++end.depth] = child;
+  }
+}
+
+enum class Trial : int32_t { accepted, rejected, no_mass };
+
+// Try the children of each accepted node in order. `read(node)` prepares its row and gives the row's status;
+// `attempt(child, token, ordinal, depth)` tries one child against what is left of the row.
+template <typename Read, typename Attempt>
+CERBERUS_HD WalkEnd walk_rejection(const DraftTree& tree, int64_t vocab_size, int32_t* path, Read&& read,
+                                   Attempt&& attempt) {
+  WalkEnd end{0, 0, 0};
+  path[0] = 0;
+  for (;;) {
+    const uint8_t row_status = read(end.node);
+    end.status |= row_status;
+    if (row_status != 0 || end.depth == tree.max_depth) return end;
+    int32_t accepted = 0;
+    uint32_t ordinal = 0;
+    for (int32_t child = end.node + 1; child < tree.num_nodes && accepted == 0; ++child) {
+      if (tree.parents[child] != end.node) continue;
+      const int64_t token = tree.token(child);
+      const uint32_t place = ordinal++;
+      if (token < 0 || token >= vocab_size) continue;
+      const Trial trial = attempt(child, static_cast<int32_t>(token), place, end.depth);
+      if (trial == Trial::no_mass) end.status |= kNoDraftMass;
+      if (trial == Trial::accepted) accepted = child;
+    }
+    if (accepted == 0) return end;
+    end.node = accepted;
+    path[++end.depth] = accepted;
   }
 }
 
@@ -191,15 +231,16 @@ CERBERUS_HD void write_verdict(const VerifyTreeArgs& args, int64_t b, const Draf
   args.status[b] = status;
 }
 
-// Typical acceptance at one row, worked out when the row is first needed.
-struct TypicalRow {
-  double total;     // sum of the kept tokens' weights; a weight is exp((entry - greatest) / T)
-  double limit;     // a token passes iff it is kept and its weight is above this
-  float greatest;   // the row's greatest entry
-  float cut_score;  // kept: score above this, or equal and id up to cut_token; and weight at least min_p
+// What is left of a row by temperature and filters. A token's weight is exp((entry - greatest) / T); it is
+// kept if its score (that quotient) is above cut_score, or equal to it and the id is at most cut_token, and
+// the weight is at least min_p.
+struct RowSummary {
+  double total;    // sum of the kept tokens' weights
+  double nats;     // entropy of the kept tokens
+  float greatest;  // the row's greatest entry
+  int32_t best;    // its token, also that of a row that is no distribution
+  float cut_score;
   int32_t cut_token;
-  int32_t fallback;  // token of a row where nothing passes
-  float nats;        // entropy of the whole row at temperature 1 where it is known already, else NaN
   uint8_t status;
   bool read;
 };
@@ -211,7 +252,7 @@ struct ChunkResult {
   float greatest;
   float perturbed;
   int32_t token;
-  int32_t has_nan;
+  int32_t flaw;  // a NaN among logits, an entry among draft_probs that is no probability
 };
 
 constexpr int64_t kVerifyChunk = 1024;
@@ -221,15 +262,16 @@ constexpr int64_t kSelectBuckets = 2048;
 struct VerifySlot {
   ChunkResult* chunks;
   NodeMerit* merits;
-  TypicalRow* rows;
-  double* mass;         // the rest is null without top_k and top_p
+  RowSummary* rows;
+  double* mass;         // the rest is null without top_k, top_p and draft_probs
   float* scores;        // [vocab_size]
   float* weights;       // [vocab_size]
   int32_t* candidates;  // [vocab_size]
 };
 
-CERBERUS_HD bool selects_tokens(const VerifyTreeArgs& args) {
-  return args.top_k.data || args.top_k.value > 0 || args.top_p.data || args.top_p.value < 1.0f;
+CERBERUS_HD bool keeps_scores(const VerifyTreeArgs& args) {
+  return args.draft_probs || args.top_k.data || args.top_k.value > 0 || args.top_p.data ||
+         args.top_p.value < 1.0f;
 }
 
 // Lays a slot out at `base` and gives its size in bytes; with a null base only the size means anything.
@@ -240,16 +282,22 @@ CERBERUS_HD int64_t lay_out_slot(const VerifyTreeArgs& args, char* base, VerifyS
     offset += (bytes + 63) / 64 * 64;
     return at;
   };
-  const int64_t selected = selects_tokens(args) ? args.vocab_size : 0;
+  const int64_t selected = keeps_scores(args) ? args.vocab_size : 0;
   slot->chunks = reinterpret_cast<ChunkResult*>(
       take((args.vocab_size + kVerifyChunk - 1) / kVerifyChunk * static_cast<int64_t>(sizeof(ChunkResult))));
   slot->merits = reinterpret_cast<NodeMerit*>(take(args.nodes * static_cast<int64_t>(sizeof(NodeMerit))));
-  slot->rows = reinterpret_cast<TypicalRow*>(take(args.nodes * static_cast<int64_t>(sizeof(TypicalRow))));
+  slot->rows = reinterpret_cast<RowSummary*>(take(args.nodes * static_cast<int64_t>(sizeof(RowSummary))));
   slot->mass = reinterpret_cast<double*>(take(selected ? kSelectBuckets * 8 : 0));
   slot->scores = reinterpret_cast<float*>(take(selected * 4));
   slot->weights = reinterpret_cast<float*>(take(selected * 4));
   slot->candidates = reinterpret_cast<int32_t*>(take(selected * 4));
   return offset;
+}
+
+// Bytes of workspace for args.slots slots; its start must be aligned to 64.
+CERBERUS_HD int64_t verify_tree_workspace(const VerifyTreeArgs& args) {
+  VerifySlot slot;
+  return lay_out_slot(args, nullptr, &slot) * args.slots;
 }
 
 namespace cpu {
