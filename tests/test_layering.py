@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import cerberus_kernels as ck
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "cerberus_kernels"
 DECODE = ROOT / "python" / "cerberus_decode"
@@ -100,6 +102,16 @@ def test_operator_files_keep_to_their_folder(operator):
                 assert not name.startswith("ops"), f"{path.relative_to(ROOT)} imports another operator: {name}"
                 allowed = OPERATOR_BASE.get(layer, set().union(*OPERATOR_BASE.values()))
                 assert name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_compat_stands_on_public_names_and_is_not_loaded_by_them():
+    for path in (KERNELS / "compat").glob("*.py"):
+        for name in own(path):
+            top = name.split(".")[0]
+            allowed = {"compat", "tree", "_checks"} | set(ck.__all__)
+            assert top in allowed, f"{path.relative_to(ROOT)} imports {name}"
+    for path in [KERNELS / "__init__.py", *(KERNELS / "ops").rglob("*.py"), *KERNELS.glob("*.py")]:
+        assert not any(name.startswith("compat") for name in own(path)), f"{path.relative_to(ROOT)} imports compat"
 
 
 def test_kernels_never_import_the_decoder_or_its_needs():
