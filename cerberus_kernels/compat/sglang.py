@@ -113,9 +113,9 @@ def tree_speculative_sampling_target_only(
     probability zero is ever accepted or drawn, at any coin or threshold; sums are float64, so a coin within fp32
     rounding of a border may fall on the other side; ``draft_probs`` is neither read nor written and may be None (for
     drafts that were sampled from draft rows use ``verify_tree`` with ``mode="rejection"``); a row of NaN accepts
-    nothing below it, and where nothing can be drawn the bonus is the row's greatest entry (the lowest of equals, 0 if
-    all are NaN), not the last token of the vocabulary; links, outputs, dtypes and devices as in
-    :func:`verify_tree_greedy`.
+    nothing below it, a NaN among other entries counts as 0, and where nothing can be drawn the bonus is the row's
+    greatest entry (the lowest of equals, 0 if all are NaN), not the last token of the vocabulary; links, outputs,
+    dtypes and devices as in :func:`verify_tree_greedy`.
 
     Args:
         predicts: int32 or int64 ``[B * N]``, written at the rows of the path: the token emitted after each node of it.
