@@ -41,10 +41,10 @@ def chain_speculative_sampling(
     never accepted nor looked up, and the token after it is drawn from q whole, since nothing was tried; a coin may be 0
     and the comparison is strict, so no token of probability zero is accepted or drawn; where ``max(q - p, 0)`` is zero
     everywhere the token is drawn from q, and where that is too, or NaN, it is q's greatest entry (the lowest of equals,
-    0 if all are NaN), never an id outside the vocabulary; a NaN among other entries counts as 0; the counter of accepted
-    drafts judges each by one coin, where FlashInfer tosses again for the rejected one; both counters may be int64;
-    ``seed`` and ``offset`` may hold one number per request, and then a request's coins do not depend on its place in the
-    batch. The coins are not FlashInfer's.
+    0 if all are NaN), never an id outside the vocabulary; a NaN among other entries counts as 0; the counter of
+    accepted drafts judges each by one coin, where FlashInfer tosses again for the rejected one; both counters may be
+    int64; ``seed`` and ``offset`` may hold one number per request, and then a request's coins do not depend on its
+    place in the batch. The coins are not FlashInfer's.
 
     Args:
         draft_probs: fp32, bf16 or fp16 ``[B, n, V]``, the rows that drafts were drawn from.
