@@ -19,6 +19,7 @@ MALFORMED_LINKS = {
     "a node below itself": ([1, -1, -1, 3, -1], [-1, -1, -1, -1, -1]),
     "two nodes below each other": ([1, -1, -1, 4, 3], [-1, -1, -1, -1, -1]),
     "a sibling of the root": ([1, -1, -1, -1, -1], [2, -1, -1, -1, -1]),
+    "a ring of siblings that no node leads to": ([1, -1, -1, -1, -1], [-1, 2, -1, 4, 3]),
     "a number below -1": ([1, -2, -1, -1, -1], [-1, -1, -1, -1, -1]),
 }
 

@@ -155,6 +155,9 @@ def test_rows_of_nan_and_without_mass():
     assert chain([ones], [1], [[NAN] * 4, ones], [0.0, 0.6]) == ([0, -1], 0, 0)
     assert chain([ones], [1], [[0.0, NAN, 0.5, 0.5], ones], [0.0, 0.6]) == ([3, -1], 0, 0)
     assert chain([ones], [1], [[0.0] * 4, ones], [0.0, 0.6]) == ([0, -1], 0, 0)
+    assert chain([ones], [1], [[0.0, NAN, 0.0, 0.0], ones], [0.0, 0.6]) == ([0, -1], 0, 0)
+    # .6 * .5 >= .25: of [0, .25, .25, 0], with the NaN of p as 0, three quarters lie in token 2
+    assert chain([[0.5, 0.0, NAN, 0.5]], [0], [ones, ones], [0.6, 0.75]) == ([2, -1], 0, 0)
     # q below p everywhere, by rounding, and a coin that rejects: the residual is empty and q stays
     assert chain([ones], [1], [[0.2] * 4, ones], [0.9, 0.6]) == ([2, -1], 0, 0)
     assert chain([ones], [7], [ones, ones], [0.0, 0.6]) == ([2, -1], 0, 0)

@@ -120,6 +120,7 @@ def test_paths_of_a_medusa_tree():
         [[0, 1, 5]],  # no such node
         [[0, 1, -2]],
         [[1, 2, -1]],  # not from the root
+        [[0, 1, 2], [2, 3, -1]],
         [[0, -1, 1]],  # a hole
         [[0, 1, 3]],  # node 2 left out
         [[0, 1, 0]],  # the root below a node

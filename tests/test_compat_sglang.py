@@ -138,6 +138,18 @@ def test_borders_belong_to_the_upper_side():
     assert star(probs, [], 0.0, 0.0) == [0]
 
 
+@pytest.mark.parametrize("coin", [1.0, float("nan")])
+def test_a_coin_out_of_range_still_draws_a_token_with_mass(coin):
+    assert star([0.5, 0.25, 0.25, 0.0], [0], 0.9, coin) == [2]
+
+
+def test_children_past_the_width_are_not_tried():
+    # token 0 is a child, but the path may not go on: the bonus is drawn from all of p
+    call = Call([[7, 0]], [[1, -1]], [[-1, -1]], 1)
+    call.sample(torch.tensor([[0.9, 0.0]]), torch.tensor([0.25]), torch.tensor([[[0.5, 0.5]] * 2]))
+    assert call.emitted(0) == [0]
+
+
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_a_token_of_probability_zero_is_never_accepted_nor_drawn(thresholds):
     probs = [0.0, 0.5, 0.5, 0.0]
@@ -261,6 +273,7 @@ def test_rows_of_nan_and_without_mass_give_their_greatest_entry_and_say_so():
     assert star([nan] * 4, [0, 1], 0.1, 0.5) == [0]
     assert star([0.0] * 4, [2, 1], 0.1, 0.5) == [0]
     assert star([0.25, nan, 0.75, 0.0], [1], 0.0, 0.5) == [2]
+    assert star([0.0, nan, 0.0, 0.0], [2], 0.0, 0.5) == [0]
     call = Call([[7, 3]], [[1, -1]], [[-1, -1]], 2)
     rows = torch.tensor([[[0.0, 0.0, 0.0, 1.0], [nan, nan, nan, nan]]])
     call.sample(torch.tensor([[0.5, 0.5]]), torch.tensor([0.5]), rows)
@@ -322,9 +335,9 @@ def test_msk_02_where_values_cannot_be_looked_at_the_request_is_flagged(fault, m
     assert [call.emitted(0), call.emitted(1)] == [[5, 2, 11], [3]]
     assert call.status.tolist() == [0, ck.VerifyStatus.MALFORMED_TREE]
     probs = torch.zeros(2, 5, 12)
-    probs[:, :, 5] = 1
-    call.sample(torch.rand(2, 5), torch.rand(2), probs)
-    assert [call.emitted(0), call.emitted(1)] == [[5, 5], [5]]
+    probs[:, :, 3], probs[:, :, 5] = 0.25, 0.75
+    call.sample(torch.full((2, 5), 0.5), torch.tensor([0.9, 0.1]), probs)  # nothing counts as tried in request 1
+    assert [call.emitted(0), call.emitted(1)] == [[5, 5], [3]]
     assert call.status.tolist() == [0, ck.VerifyStatus.MALFORMED_TREE]
 
 
@@ -480,17 +493,18 @@ def test_msk_04_the_root_alone_is_built():
 
 
 @pytest.mark.parametrize(
-    ("parent_list", "selected"),
+    ("parent_list", "selected", "lost"),
     [
-        ([-1, 0, 1], [0, 1, 3, 6]),  # past the list
-        ([-1, 0, 5], [0, 1, 2, 4]),  # the parent, candidate 5, was not selected
-        ([-1, 2, 1], [0, 1, 2, 4]),  # a candidate below itself
-        ([-1, 4, 2], [0, 1, 2, 4]),  # two candidates below each other
-        ([-1, 0, -9], [0, 1, 2, 4]),  # a parent that is no candidate
-        ([-1, 0, 1], [0, 1, 2, -1]),  # no candidate
+        ([-1, 0, 1], [0, 1, 3, 6], [4]),  # past the list
+        ([-1, 0, 5], [0, 1, 2, 4], [4]),  # the parent, candidate 5, was not selected
+        ([-1, 2, 1], [0, 1, 2, 4], [3]),  # a candidate below itself
+        ([-1, 4, 2], [0, 1, 2, 4], [3]),  # two candidates below each other
+        ([-1, 0, -9], [0, 1, 2, 4], [4]),  # a parent that is no candidate
+        ([-1, 0, 1], [0, 1, 2, -1], [4]),  # no candidate
+        ([-1, -1, 1], [-1, 0, 1, 2], [1, 4]),  # no candidate below no candidate
     ],
 )
-def test_msk_02_candidates_without_their_parent_are_refused(parent_list, selected, monkeypatch):
+def test_msk_02_candidates_without_their_parent_are_refused(parent_list, selected, lost, monkeypatch):
     good = (T5_PARENT_LIST, T5_SELECTED)
     mask = torch.ones(2, 5, 5, dtype=torch.bool)
     arguments = ([good[0], parent_list], [good[1], selected], [0, 0], 2, 2)
@@ -501,10 +515,10 @@ def test_msk_02_candidates_without_their_parent_are_refused(parent_list, selecte
     mask, positions, _, first, sibling = build(*arguments)
     assert mask[0].int().tolist() == T5_MASK
     reached = links.parents_from_links(first, sibling)[1]
-    lost = [node for node in range(1, 5) if reached[node] < 0]
-    assert lost
-    assert all(mask[1, node].nonzero().flatten().tolist() == [0, node] for node in lost)
-    assert all(positions[5 + node] == 1 for node in lost)
+    assert [node for node in range(1, 5) if reached[node] < 0] == lost
+    for node in lost:
+        assert mask[1, node].nonzero().flatten().tolist() == [0, node]
+        assert positions[5 + node] == 1
 
 
 # devices and empty batches

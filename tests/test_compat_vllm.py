@@ -194,8 +194,17 @@ def test_an_empty_batch_is_an_empty_result():
 
 
 def test_the_chain_is_verify_tree_s():
-    logits, drafts = torch.randn(5, 6), [1, 2, 3, 4]
-    sampled, count = Batch([drafts], temperature=0.0).sample(logits)
-    verdict = ck.verify_tree(logits[None], torch.tensor([[0, *drafts]]), ck.Tree.chain(4).parents)
-    assert sampled.tolist() == verdict.tokens.tolist()
-    assert count.tolist() == (verdict.num_accepted + 1).tolist()
+    # at a request's seed, and with coins keyed by the position of the token that follows the newest one
+    logits, drafts, seeds = torch.randn(3, 5, 60), torch.randint(0, 60, (3, 4)), torch.tensor([5, 6, 7])
+    drafts[:, 0], draft_logits = logits[:, 0].argmax(1), torch.randn(3, 4, 60)
+    batch = Batch(drafts.tolist(), seed=seeds, position=torch.tensor([30, 40, 50]))
+    tree = (logits, torch.nn.functional.pad(drafts, (1, 0)), ck.Tree.chain(4).parents)
+    options = {"seed": seeds, "position": torch.tensor([31, 41, 51])}
+    rows = torch.nn.functional.pad(torch.softmax(draft_logits, 2), (0, 0, 1, 0))
+    for given, verdict in (
+        (None, ck.verify_tree(*tree, mode="sample", **options)),
+        (draft_logits, ck.verify_tree(*tree, mode="rejection", drafting="iid", draft_probs=rows, **options)),
+    ):
+        sampled, count = batch.sample(logits.flatten(0, 1), given)
+        assert sampled.tolist() == verdict.tokens.tolist()
+        assert count.tolist() == (verdict.num_accepted + 1).tolist()
