@@ -9,6 +9,8 @@
 
 #if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "cerberus/dtype.h"

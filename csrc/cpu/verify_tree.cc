@@ -25,6 +25,7 @@ struct RowReader {
   int64_t row_stride;
   int64_t vocab_size;
   VerifySlot slot;
+  int32_t* peaks_node;  // the node whose row slot.peaks is of, or -1
 
   int64_t chunks() const { return (vocab_size + kVerifyChunk - 1) / kVerifyChunk; }
   const T* row(int32_t node) const { return rows + node * row_stride; }
@@ -43,8 +44,9 @@ struct RowReader {
   BestEntry best_entry(int32_t node) const {
     const T* entries = row(node);
     each_chunk(kComparingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
-      scan_greatest(entries, first, end, result);
+      scan_chunk(entries, first, end, slot.peaks, result);
     });
+    *peaks_node = node;
     BestEntry best{-INFINITY, 0, 0};
     for (int64_t c = 0; c < chunks(); ++c) {
       if (slot.chunks[c].flaw) best.status = kNanRow;
@@ -69,11 +71,15 @@ struct RowReader {
     const T* entries = row(node);
     if (cut.filters()) {
       each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
-        sum_weights<true>(entries, first, end, greatest, temperature, cut, result);
+        sum_weights<true, false>(entries, first, end, greatest, temperature, cut, result);
+      });
+    } else if (temperature == 1.0f && greatest < INFINITY) {
+      each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
+        sum_weights<false, true>(entries, first, end, greatest, temperature, cut, result);
       });
     } else {
       each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
-        sum_weights<false>(entries, first, end, greatest, temperature, cut, result);
+        sum_weights<false, false>(entries, first, end, greatest, temperature, cut, result);
       });
     }
     double weighted = 0.0;
@@ -85,72 +91,90 @@ struct RowReader {
     return log(*total) - weighted / *total;
   }
 
-  // The cut of top_k, then of top_p among what it leaves.
-  void find_cut(int32_t node, float greatest, const Rule& rule, Cut* cut) const {
+  // Lists the tokens with a score of at least `floor`, in id order: ids, scores, weights. Their number.
+  int64_t list_tokens(int32_t node, float greatest, float temperature, float floor) const {
     const T* entries = row(node);
-    each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult*) {
-      for (int64_t at = first; at < end; at += kLanes) {
-        Floats weight;
-        const Floats score = score_of(load_entries(entries, at, end), greatest, rule.temperature, &weight);
-        store_first(slot.scores + at, score, end - at);
-        store_first(slot.weights + at, weight, end - at);
-      }
-    });
-    if (rule.top_k > 0) {
-      // Most rows hold top_k tokens close to the greatest; only where they do not is every token a candidate.
-      constexpr float kFloors[] = {6.7e-3f, 3e-7f, 0.0f};
-      int64_t count = 0;
-      for (int attempt = 0; attempt < 3 && count < rule.top_k; ++attempt) {
-        count = find_candidates(*cut, kFloors[attempt]);
-      }
-      if (count >= rule.top_k) {
-        select_tokens(slot, count, static_cast<double>(rule.top_k), [](int32_t) { return 1.0; }, cut);
-      }
-    }
-    if (rule.top_p < 1.0f) {
-      const double total = kept_weight(*cut);
-      // All tokens at or below the floor hold less than half of the mass that may be left out.
-      const double spare = 0.5 * (1.0 - static_cast<double>(rule.top_p)) * total;
-      const int64_t count =
-          find_candidates(*cut, static_cast<float>(spare / static_cast<double>(vocab_size)));
-      const auto weight = [&](int32_t token) { return static_cast<double>(slot.weights[token]); };
-      select_tokens(slot, count, static_cast<double>(rule.top_p) * total, weight, cut);
-    }
-  }
-
-  // Lists the kept tokens with a weight above `floor` in id order; their number.
-  int64_t find_candidates(const Cut& cut, float floor) const {
     int64_t count = 0;
-    for (int64_t first = 0; first < vocab_size; first += kLanes) {
-      if (!any(load_first(slot.weights + first, vocab_size - first) > splat(floor))) continue;
-      const int64_t end = first + kLanes < vocab_size ? first + kLanes : vocab_size;
-      for (int64_t i = first; i < end; ++i) {
-        const float score = slot.scores[i];
-        const bool kept = score > cut.score || (score == cut.score && i <= cut.token);
-        if (kept && slot.weights[i] > floor) slot.candidates[count++] = static_cast<int32_t>(i);
+    for (int64_t tile = 0; tile < vocab_size; tile += kTokensPerTile) {
+      if (!(score_of_one(slot.peaks[tile / kTokensPerTile], greatest, temperature) >= floor)) continue;
+      const int64_t end = tile + kTokensPerTile < vocab_size ? tile + kTokensPerTile : vocab_size;
+      for (int64_t first = tile; first < end; first += kLanes) {
+        const Floats score = score_of(load_entries(entries, first, end), greatest, temperature);
+        if (!any(score >= splat(floor))) continue;
+        for (int64_t token = first; token < first + kLanes && token < end; ++token) {
+          if (!(score[token - first] >= floor)) continue;
+          slot.scores[count] = score[token - first];
+          slot.tokens[count++] = static_cast<int32_t>(token);
+        }
       }
+    }
+    for (int64_t i = 0; i < count; i += kLanes) {
+      Floats score[1] = {load_first(slot.scores + i, count - i)}, weight[1];
+      weigh(score, weight);
+      store_first(slot.weights + i, weight[0], count - i);
     }
     return count;
   }
 
-  // Sum of the kept tokens' weights, of those that are selected from.
-  double kept_weight(const Cut& selected) const {
-    const Cut cut{selected.score, selected.token, 0.0f};  // min_p comes after the selection
-    double total = 0.0;
-    for (int64_t first = 0; first < vocab_size; first += kVerifyChunk) {
-      const int64_t end = first + kVerifyChunk < vocab_size ? first + kVerifyChunk : vocab_size;
-      Group sums{};
-      for (int64_t i = first; i < end; i += kGroup) {
-        for (int p = 0; p < kParts; ++p) {
-          const int64_t at = i + p * kLanes;
-          if (at >= end) continue;
-          const Floats weight = load_first(slot.weights + at, end - at);
-          sums.part[p] += keep(cut, load_first(slot.scores + at, end - at), weight, at);
-        }
-      }
-      total += sum_in_order(sums);
+  // A floor that at least `top_k` tokens reach, to go by the tiles' peaks; the lowest if these do not tell.
+  float floor_of(int64_t top_k, float greatest, float temperature) const {
+    constexpr int kBins = 88;
+    int64_t tiles[kBins] = {};
+    for (int64_t tile = 0; tile * kTokensPerTile < vocab_size; ++tile) {
+      const float score = score_of_one(slot.peaks[tile], greatest, temperature);
+      if (score >= kLeastScore) ++tiles[static_cast<int>(-score)];
     }
-    return total;
+    for (int bin = 0; bin < kBins; ++bin) {
+      top_k -= tiles[bin];
+      if (top_k <= 0 && bin + 1 < kBins) return static_cast<float>(-bin - 1);
+    }
+    return kLeastScore;
+  }
+
+  double sum_of_listed(int64_t count) const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(slot.weights[i]);
+    return sum;
+  }
+
+  // The cut of top_k, then of top_p among what it leaves.
+  void find_cut(int32_t node, float greatest, const Rule& rule, Cut* cut) const {
+    int64_t count = 0;
+    double target = 0.0;
+    if (rule.top_k > 0 && rule.top_k < vocab_size) {
+      const float floor = floor_of(rule.top_k, greatest, rule.temperature);
+      count = list_tokens(node, greatest, rule.temperature, floor);
+      if (count >= rule.top_k) {
+        select_tokens(slot, count, static_cast<double>(rule.top_k), [](int32_t) { return 1.0; }, cut);
+      }
+      int64_t kept = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const float score = slot.scores[i];
+        if (score < cut->score || (score == cut->score && slot.tokens[i] > cut->token)) continue;
+        slot.scores[kept] = score;
+        slot.weights[kept] = slot.weights[i];
+        slot.tokens[kept++] = slot.tokens[i];
+      }
+      count = kept;
+      target = static_cast<double>(rule.top_p) * sum_of_listed(count);
+    } else if (rule.top_p < 1.0f) {
+      double total;
+      entropy(node, greatest, rule.temperature, {-INFINITY, kNoCut, 0.0f}, &total);
+      target = static_cast<double>(rule.top_p) * total;
+      // Mostly a few tokens hold the mass. All below the last floor hold less than half of what may be left
+      // out.
+      const double spare = 0.5 * (1.0 - static_cast<double>(rule.top_p)) * total;
+      const float last = static_cast<float>(log(spare / static_cast<double>(vocab_size))) - 1e-3f;
+      const float floors[] = {-4.0f, -8.0f, last > kLeastScore ? last : kLeastScore};
+      for (const float floor : floors) {
+        count = list_tokens(node, greatest, rule.temperature, floor);
+        if (sum_of_listed(count) >= target) break;
+      }
+    }
+    if (rule.top_p < 1.0f) {
+      const auto weight = [&](int32_t listed) { return static_cast<double>(slot.weights[listed]); };
+      select_tokens(slot, count, target, weight, cut);
+    }
   }
 
   // A row after temperature and filters; without `sums` its total and entropy are left out.
@@ -179,24 +203,46 @@ struct RowReader {
   int32_t draw_token(int32_t node, const RowSummary& known, const Rule& rule, double limit,
                      uint64_t position) const {
     if (known.status != 0 || !(1.0 > limit)) return known.best;
+    if (*peaks_node != node) best_entry(node);
     const T* entries = row(node);
-    const uint32_t best = static_cast<uint32_t>(known.best);
-    const float floor = gumbel(token_word(rule.seed, position, best));
-    each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
-      result->perturbed = floor;
-      result->token = known.best;
-      perturb(
-          first, end, rule.seed, position, result,
-          [&](int64_t at) __attribute__((always_inline)) {
-            const Floats score = score_of(load_entries(entries, at, end), known.greatest, rule.temperature);
-            return select(score >= splat(known.cut_score), score, splat(-INFINITY));
-          },
-          [&](int32_t token, float* score) __attribute__((always_inline)) {
-            const float weight = weight_at(node, token, known, rule, score);
-            return weight > 0.0f && static_cast<double>(weight) > limit;
-          });
-    });
+    const float floor = gumbel(token_word(rule.seed, position, static_cast<uint32_t>(known.best)));
+    const auto rough = [&](float entry) __attribute__((always_inline)) {
+      const float score = score_of_one(entry, known.greatest, rule.temperature);
+      return score >= known.cut_score ? score : -INFINITY;
+    };
+    draw_from(
+        {floor, known.best}, rule.seed, position,
+        [&](int32_t token) __attribute__((always_inline)) { return to_float(entries[token]); }, rough,
+        [&](int32_t token, float* score) __attribute__((always_inline)) {
+          const float weight = weight_at(node, token, known, rule, score);
+          return weight > 0.0f && static_cast<double>(weight) > limit;
+        });
     return winner(floor, known.best);
+  }
+
+  struct Perturbed {
+    float value;
+    int32_t token;
+  };
+
+  // Leaves in every chunk the greatest perturbed score up to there, `floor` at least.
+  template <typename Value, typename Bound, typename Exact>
+  inline __attribute__((always_inline)) void draw_from(Perturbed floor, uint64_t seed, uint64_t position,
+                                                       Value&& value, Bound&& bound, Exact&& exact) const {
+    cpu::parallel_for(chunks(), kComputingGrain, [&](int64_t first, int64_t last) {
+      Hopefuls found;
+      ChunkResult best{};
+      best.perturbed = floor.value;
+      best.token = floor.token;
+      for (int64_t c = first; c < last; ++c) {
+        const int64_t end = (c + 1) * kVerifyChunk < vocab_size ? (c + 1) * kVerifyChunk : vocab_size;
+        find_hopefuls(c * kVerifyChunk, end, seed, position, best.perturbed, slot.peaks, &found, bound);
+        perturb(
+            found, seed, position, &best,
+            [&](int32_t token) __attribute__((always_inline)) { return bound(value(token)); }, exact);
+        slot.chunks[c] = best;
+      }
+    });
   }
 
   // The greatest of the chunks' perturbed scores.
@@ -300,31 +346,37 @@ struct Residual {
       float drafted[kVerifyChunk];
       load(draft, first, end, drafted);
       Group sums{};
-      float greatest = 0.0f;
-      for (int64_t i = first; i < end; i += kGroup) {
-        for (int p = 0; p < kParts; ++p) {
-          const int64_t at = i + p * kLanes;
-          if (at >= end) break;
-          Floats target;
-          if (mass) {
-            target = load_first(mass + at, end - at);
-          } else {
-            Floats weight;
-            const Floats entry = load_entries(entries, at, end);
-            const Floats score = score_of(entry, known.greatest, rule.temperature, &weight);
-            target = keep(cut, score, weight, at);
+      result->greatest = 0.0f;
+      for (int64_t tile = first; tile < end; tile += kTokensPerTile) {
+        const int64_t tile_end = tile + kTokensPerTile < end ? tile + kTokensPerTile : end;
+        Floats peak{};
+        for (int64_t i = tile; i < tile_end; i += kGroup) {
+          for (int p = 0; p < kParts; ++p) {
+            const int64_t at = i + p * kLanes;
+            if (at >= end) break;
+            Floats target;
+            if (mass) {
+              target = load_first(mass + at, end - at);
+            } else {
+              Floats weight;
+              const Floats entry = load_entries(entries, at, end);
+              const Floats score = score_of(entry, known.greatest, rule.temperature, &weight);
+              target = keep(cut, score, weight, at);
+            }
+            Floats left = target * per_mass - load_first(drafted + (at - first), end - at) * per_draft;
+            left = select(left >= splat(kLeastResidual), left, Floats{});
+            sums.part[p] += left;
+            store_first(next + at, left, end - at);
+            peak = maximum(left, peak);
           }
-          Floats left = target * per_mass - load_first(drafted + (at - first), end - at) * per_draft;
-          left = select(left >= splat(kLeastResidual), left, Floats{});
-          sums.part[p] += left;
-          store_first(next + at, left, end - at);
-          const float part = horizontal_maximum(left);
-          greatest = part > greatest ? part : greatest;
         }
+        const float greatest = horizontal_maximum(peak);
+        reader.slot.peaks[tile / kTokensPerTile] = greatest;
+        result->greatest = greatest > result->greatest ? greatest : result->greatest;
       }
       result->total = sum_in_order(sums);
-      result->greatest = greatest;
     });
+    *reader.peaks_node = -1;
     double sum = 0.0;
     float greatest = 0.0f;
     int64_t token = 0;
@@ -349,21 +401,15 @@ struct Residual {
       if (mass[token] > 0.0f) *score = natural_log(mass[token]);
       return mass[token] > 0.0f;
     };
-    float floor;
-    exact(best, &floor);
-    floor += gumbel(token_word(rule.seed, position, static_cast<uint32_t>(best)));
-    reader.each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
-      result->perturbed = floor;
-      result->token = best;
-      perturb(
-          first, end, rule.seed, position, result,
-          [&](int64_t at) __attribute__((always_inline)) {
-            const Floats left = load_first(mass + at, end - at);
-            const Floats bound = (least_log2(maximum(left, splat(kLeastResidual))) + 0.0862f) * kLn2;
-            return select(left > Floats{}, bound, splat(-INFINITY));
-          },
-          exact);
-    });
+    const uint32_t word = token_word(rule.seed, position, static_cast<uint32_t>(best));
+    const float floor = natural_log(mass[best]) + gumbel(word);
+    const float* left = mass;
+    reader.draw_from(
+        {floor, best}, rule.seed, position,
+        [&](int32_t token) __attribute__((always_inline)) { return left[token]; },
+        [&](float value)
+            __attribute__((always_inline)) { return value > 0.0f ? greatest_log(value) : -INFINITY; },
+        exact);
     return reader.winner(floor, best);
   }
 };
@@ -451,8 +497,9 @@ template <typename T>
 void verify_request(const VerifyTreeArgs& args, int64_t b, const VerifySlot& slot) {
   const DraftTree tree = draft_tree(args, b);
   const int64_t first = first_row_offset(args, b, args.logits_batch_stride, args.logits_row_stride);
+  int32_t peaks_node = -1;
   const RowReader<T> reader{static_cast<const T*>(args.logits) + first, args.logits_row_stride,
-                            args.vocab_size, slot};
+                            args.vocab_size, slot, &peaks_node};
   int32_t* path = args.path + b * (args.max_depth + 1);
   const Rule rule{args.temperature[b],
                   args.min_p[b],

@@ -261,12 +261,14 @@ constexpr int64_t kSelectBuckets = 2048;
 // One slot of the workspace, cut into its arrays.
 struct VerifySlot {
   ChunkResult* chunks;
+  float* peaks;  // greatest value of each tile of 256 tokens
   NodeMerit* merits;
   RowSummary* rows;
-  double* mass;         // the rest is null without top_k, top_p and draft_probs
-  float* scores;        // [vocab_size]
-  float* weights;       // [vocab_size]
-  int32_t* candidates;  // [vocab_size]
+  double* mass;   // the rest is null without top_k, top_p and draft_probs
+  float* scores;  // [vocab_size], as are the next three
+  float* weights;
+  int32_t* tokens;
+  int32_t* candidates;
 };
 
 CERBERUS_HD bool keeps_scores(const VerifyTreeArgs& args) {
@@ -285,11 +287,13 @@ CERBERUS_HD int64_t lay_out_slot(const VerifyTreeArgs& args, char* base, VerifyS
   const int64_t selected = keeps_scores(args) ? args.vocab_size : 0;
   slot->chunks = reinterpret_cast<ChunkResult*>(
       take((args.vocab_size + kVerifyChunk - 1) / kVerifyChunk * static_cast<int64_t>(sizeof(ChunkResult))));
+  slot->peaks = reinterpret_cast<float*>(take((args.vocab_size + kVerifyChunk - 1) / kVerifyChunk * 16));
   slot->merits = reinterpret_cast<NodeMerit*>(take(args.nodes * static_cast<int64_t>(sizeof(NodeMerit))));
   slot->rows = reinterpret_cast<RowSummary*>(take(args.nodes * static_cast<int64_t>(sizeof(RowSummary))));
   slot->mass = reinterpret_cast<double*>(take(selected ? kSelectBuckets * 8 : 0));
   slot->scores = reinterpret_cast<float*>(take(selected * 4));
   slot->weights = reinterpret_cast<float*>(take(selected * 4));
+  slot->tokens = reinterpret_cast<int32_t*>(take(selected * 4));
   slot->candidates = reinterpret_cast<int32_t*>(take(selected * 4));
   return offset;
 }
