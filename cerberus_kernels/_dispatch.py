@@ -60,6 +60,7 @@ class Operator:
         self.name = name
         self.implementations = implementations
         self._chosen: dict[tuple[str, str], Callable[..., Any]] = {}  # (device type, backend asked for)
+        self._native: dict[str, bool] = {}  # backend asked for -> whether native code runs on the CPU
         _library.define(name + schema)
         for key, device_type in _DEVICE_TYPES.items():
             _library.impl(name, self._runner(device_type), key)
@@ -88,9 +89,29 @@ class Operator:
 
         return run
 
+    def goes_native(self, tensor: torch.Tensor, backend: str) -> bool:
+        """Whether a call may go to the native CPU function past torch's dispatcher, whose way costs several times more.
+
+        Only where nobody would see the difference: a plain CPU tensor and no compiler, mode, transform or profiler that
+        wants to see the operator.
+        """
+        native = self._native.get(backend)
+        if native is None:
+            known = backend in BACKENDS and not self.why_unavailable("native", "cpu")
+            native = self._native[backend] = known and self.backend_for("cpu", backend) == "native"
+        return (
+            native
+            and type(tensor) is torch.Tensor
+            and tensor.is_cpu
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not torch._C._autograd._profiler_enabled()
+        )
+
     def forget_choices(self) -> None:
         """Choose backends anew on the next call."""
         self._chosen.clear()
+        self._native.clear()
 
     def backend_for(self, device_type: str, backend: str = "auto") -> str:
         """Name of the backend that runs a call on ``"cpu"``, ``"cuda"`` or ``"other"``; a name never falls back."""

@@ -18,7 +18,8 @@ constexpr size_t kKeptWorkspace = 4 << 20;  // bytes a thread may keep between c
 
 // A parameter is one number for all requests or a tensor with one per request. Values are checked by the
 // Python layer's rules too, which has the words; here, that none may mislead the kernel.
-IntegerColumn integers(const char* name, const AnyView& value, int64_t batch, int64_t least, int64_t most) {
+IntegerColumn integers(const char* name, const AnyView& value, int64_t batch, int64_t least, int64_t most,
+                       int least_bits) {
   IntegerColumn column{nullptr, 0, 0, 0};
   if (const auto number = value.try_cast<int64_t>()) {
     column.value = *number;
@@ -28,9 +29,11 @@ IntegerColumn integers(const char* name, const AnyView& value, int64_t batch, in
     check_cpu(kOp, name, tensor);
     check_ndim(kOp, name, tensor, 1);
     check_size(kOp, name, tensor, 0, batch);
-    const bool fits =
-        is_dtype(tensor, kDLUInt, 8) || is_dtype(tensor, kDLInt, 32) || is_dtype(tensor, kDLInt, 64);
-    if (!fits) TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be uint8, int32 or int64";
+    const bool fits = (is_dtype(tensor, kDLUInt, 8) && least_bits <= 8) ||
+                      (is_dtype(tensor, kDLInt, 32) && least_bits <= 32) || is_dtype(tensor, kDLInt, 64);
+    if (!fits)
+      TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be an integer of " << least_bits
+                                << " bits or more";
     column = {tensor.data_ptr(), tensor.stride(0), 0, tensor.dtype().bits / 8};
   }
   for (int64_t b = 0; b < batch; ++b) {
@@ -89,8 +92,20 @@ void read_shapes(VerifyTreeArgs& args, const TensorView& logits, const TensorVie
   }
   args.cu_nodes = optional_data<int32_t>(kOp, "cu_nodes", cu_nodes);
   args.num_nodes = optional_data<int32_t>(kOp, "num_nodes", num_nodes);
+  if (ragged) check_ndim(kOp, "cu_nodes", cu_nodes.value(), 1);
   args.batch = ragged ? cu_nodes.value().size(0) - 1 : logits.size(0);
-  if (num_nodes.has_value()) check_size(kOp, "num_nodes", num_nodes.value(), 0, args.batch);
+  if (args.batch < 0) TVM_FFI_THROW(ValueError) << kOp << ": cu_nodes must be of shape [B + 1]";
+  if (num_nodes.has_value()) {
+    if (ragged) TVM_FFI_THROW(ValueError) << kOp << ": num_nodes must be None with cu_nodes";
+    check_ndim(kOp, "num_nodes", num_nodes.value(), 1);
+    check_last_contiguous(kOp, "num_nodes", num_nodes.value());
+    check_size(kOp, "num_nodes", num_nodes.value(), 0, args.batch);
+  }
+  if (ragged) {
+    check_last_contiguous(kOp, "cu_nodes", cu_nodes.value());
+  } else if (args.nodes < 1) {
+    TVM_FFI_THROW(ValueError) << kOp << ": logits must have a row for the root";
+  }
   check_ndim(kOp, "draft_tokens", draft_tokens, node_dim + 1);
   check_last_contiguous(kOp, "draft_tokens", draft_tokens);
   check_size(kOp, "draft_tokens", draft_tokens, node_dim, args.nodes);
@@ -102,7 +117,8 @@ void read_shapes(VerifyTreeArgs& args, const TensorView& logits, const TensorVie
   args.parents = data<int32_t>(kOp, "parents", parents);
   check_last_contiguous(kOp, "parents", parents);
   check_size(kOp, "parents", parents, parents.ndim() - 1, args.nodes);
-  const bool own_trees = !ragged && parents.ndim() == 2;
+  const bool own_trees = parents.ndim() == 2;
+  if (!own_trees || ragged) check_ndim(kOp, "parents", parents, 1);
   args.parents_stride = own_trees ? parents.stride(0) : 0;
   if (!ragged) check_size(kOp, "draft_tokens", draft_tokens, 0, args.batch);
   if (own_trees) check_size(kOp, "parents", parents, 0, args.batch);
@@ -194,15 +210,15 @@ void verify_tree(TensorView logits, TensorView draft_tokens, TensorView parents,
   args.max_depth = max_depth;
   read_shapes(args, logits, draft_tokens, parents, num_nodes, cu_nodes);
   read_drafts(args, draft_probs, drafting);
-  args.mode = integers("mode", mode, args.batch, 0, 3);
+  args.mode = integers("mode", mode, args.batch, 0, 3, 8);
   args.temperature = floats("temperature", temperature, args.batch, 0.0f, kGreatest);
-  args.top_k = integers("top_k", top_k, args.batch, 0, INT64_MAX);
+  args.top_k = integers("top_k", top_k, args.batch, 0, INT64_MAX, 32);
   args.top_p = floats("top_p", top_p, args.batch, kLeast, 1.0f);
   args.min_p = floats("min_p", min_p, args.batch, 0.0f, 1.0f);
   args.epsilon = floats("epsilon", epsilon, args.batch, 0.0f, 1.0f);
   args.delta = floats("delta", delta, args.batch, 0.0f, kGreatest);
-  args.seed = integers("seed", seed, args.batch, INT64_MIN, INT64_MAX);
-  args.position = integers("position", position, args.batch, 0, INT64_MAX);
+  args.seed = integers("seed", seed, args.batch, INT64_MIN, INT64_MAX, 64);
+  args.position = integers("position", position, args.batch, 0, INT64_MAX, 32);
   if (max_depth < 0) TVM_FFI_THROW(ValueError) << kOp << ": max_depth must be >= 0, got " << max_depth;
   args.tokens = output<int32_t>("tokens", tokens, args.batch, max_depth + 1);
   args.num_accepted = output<int32_t>("num_accepted", num_accepted, args.batch, 0);

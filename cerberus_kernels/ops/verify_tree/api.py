@@ -11,6 +11,8 @@ from ..._checks import FLOATS, check_tensor, refuse
 from ..._dispatch import Operator
 from . import native, reference
 from .parameters import (
+    DRAFTING_CODES,
+    MODE_CODES,
     OP,
     PARAMETERS,
     Mode,
@@ -237,6 +239,13 @@ def verify_tree(
         >>> verdict.tokens.tolist(), verdict.num_accepted.tolist(), verdict.path.tolist()
         ([[5, 2, 11, -1, -1]], [2], [[0, 2, 4, -1, -1]])
     """
+    first = 0 if position is None else position
+    given = (mode, temperature, top_k, top_p, min_p, epsilon, delta, seed, first)
+    if not torch.compiler.is_compiling() and _operator.goes_native(logits, backend):
+        inputs = (logits, draft_tokens, parents, num_nodes, cu_nodes, draft_probs)
+        verdict = _run_native(inputs, vocab_size, max_depth, drafting, given, out)
+        if verdict is not None:
+            return verdict
     batch, max_depth = _check_tree(logits, draft_tokens, parents, num_nodes, cu_nodes, max_depth)
     columns = logits.shape[-1]
     if vocab_size is None:
@@ -245,8 +254,7 @@ def verify_tree(
         refuse(OP, "vocab_size", f"in [1, {columns}], the columns of logits", vocab_size)
     device = logits.device
     _check_drafts(mode, drafting, draft_probs, logits, vocab_size)
-    first = 0 if position is None else position
-    given = (mode_code(mode, device), temperature, top_k, top_p, min_p, epsilon, delta, seed, first)
+    given = (mode_code(mode, device), *given[1:])
     pairs = [split(parameter, value, batch, device) for parameter, value in zip(PARAMETERS, given, strict=True)]
     parameters = without_defaults((*(pair[0] for pair in pairs), *(pair[1] for pair in pairs)))
     inputs = (
@@ -257,6 +265,38 @@ def verify_tree(
         return Verdict(*_operator.call(*inputs, backend=backend))
     _check_out(out, batch, max_depth, device)
     _out_operator.call(*inputs, **out._asdict(), backend=backend)
+    return out
+
+
+def _run_native(
+    inputs: tuple[Any, ...],
+    vocab_size: int | None,
+    max_depth: int | None,
+    drafting: Any,
+    given: tuple[Any, ...],
+    out: Verdict | None,
+) -> Verdict | None:
+    """A call that needs no word said about it; None if an argument is refused, or has a form for the longer way."""
+    logits, cu_nodes, draft_probs = inputs[0], inputs[4], inputs[5]
+    mode = given[0]
+    try:
+        if type(mode) is str:
+            mode = MODE_CODES[mode]
+            if draft_probs is not None and mode != Mode.REJECTION:
+                return None
+        elif not isinstance(mode, torch.Tensor):
+            return None
+        if max_depth is None:
+            if cu_nodes is not None:
+                return None
+            max_depth = logits.shape[1] - 1
+        if vocab_size is None:
+            vocab_size = logits.shape[-1]
+        if out is None:
+            out = _new_verdict(*inputs, vocab_size, max_depth)
+        native.verify_tree_of_values(*inputs, vocab_size, max_depth, DRAFTING_CODES[drafting], mode, *given[1:], *out)
+    except Exception:  # the checks of the longer way find the right words
+        return None
     return out
 
 

@@ -34,8 +34,8 @@ class Drafting(enum.IntEnum):
 
 
 _MODE_CONSTRAINT = "'greedy' (code 0), 'typical' (1), 'sample' (2) or 'rejection' (3)"
-_DRAFTINGS = {drafting.name.lower(): drafting for drafting in Drafting}
-_MODES = {mode.name.lower(): mode for mode in Mode}
+DRAFTING_CODES = {drafting.name.lower(): drafting.value for drafting in Drafting}
+MODE_CODES = {mode.name.lower(): mode.value for mode in Mode}
 
 
 class Parameter(NamedTuple):
@@ -66,14 +66,14 @@ PARAMETERS = (
 def mode_code(mode: Any, device: torch.device) -> Any:
     """A mode's name to its code, a list of names to a tensor of codes; anything else unchanged."""
     if isinstance(mode, str):
-        if mode not in _MODES:
+        if mode not in MODE_CODES:
             refuse(OP, "mode", _MODE_CONSTRAINT, repr(mode))
-        return _MODES[mode].value
+        return MODE_CODES[mode]
     if isinstance(mode, (list, tuple)):
-        unknown = next((name for name in mode if name not in _MODES), None)
+        unknown = next((name for name in mode if name not in MODE_CODES), None)
         if unknown is not None:
             refuse(OP, "mode", f"a list of names, each {_MODE_CONSTRAINT}", repr(unknown))
-        return torch.tensor([_MODES[name] for name in mode], dtype=torch.uint8, device=device)
+        return torch.tensor([MODE_CODES[name] for name in mode], dtype=torch.uint8, device=device)
     if not isinstance(mode, torch.Tensor):
         refuse(OP, "mode", "a name, a list of names or a tensor of codes", repr(mode))
     return mode
@@ -81,9 +81,9 @@ def mode_code(mode: Any, device: torch.device) -> Any:
 
 def drafting_code(drafting: Any) -> int:
     """A drafting scheme's name to its code."""
-    if drafting not in _DRAFTINGS:
-        refuse(OP, "drafting", f"one of {', '.join(_DRAFTINGS)}", repr(drafting))
-    return _DRAFTINGS[drafting].value
+    if drafting not in DRAFTING_CODES:
+        refuse(OP, "drafting", f"one of {', '.join(DRAFTING_CODES)}", repr(drafting))
+    return DRAFTING_CODES[drafting]
 
 
 def check_rejection(modes: Sequence[int], drafting: int, draft_probs: torch.Tensor | None) -> None:
