@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ NODES, VOCAB = 64, 49152
 EPSILON, DELTA = 0.09, 0.3
 
 
-def inputs(batch: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(batch: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits with one likely token a row, in the manner of a language model; three drafts are accepted."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(batch, NODES, VOCAB, generator=generator) * 2
-    best = torch.randint(VOCAB, (batch, NODES), generator=generator)
+    logits = torch.randn(batch, NODES, vocab, generator=generator) * 2
+    best = torch.randint(vocab, (batch, NODES), generator=generator)
     logits.scatter_(2, best.unsqueeze(2), 18.0)
-    drafts = torch.randint(VOCAB, (batch, NODES), generator=generator)
+    drafts = torch.randint(vocab, (batch, NODES), generator=generator)
     parents = torch.tensor(binary(NODES), dtype=torch.int32)
     node = 0
     for child in (2, 5, 12):
@@ -68,36 +69,84 @@ def plain_torch_typical(logits: torch.Tensor, drafts: torch.Tensor, parents: tor
     return tokens
 
 
+def plain_torch_sample(logits: torch.Tensor, drafts: torch.Tensor, parents: torch.Tensor) -> list[list[int]]:
+    """A draw at every row, then the walk of greedy mode."""
+    probs, above = torch.softmax(logits.float(), -1), parents.tolist()
+    drawn = torch.multinomial(probs.flatten(0, 1), 1).view(logits.shape[:2]).tolist()
+    tokens = []
+    for b, row in enumerate(drafts.tolist()):
+        path = plain_walk(lambda node, token, b=b: drawn[b][node] == token, row, above)
+        tokens.append([row[node] for node in path[1:]] + [drawn[b][path[-1]]])
+    return tokens
+
+
+PLAIN = {"greedy": plain_torch_greedy, "typical": plain_torch_typical, "sample": plain_torch_sample}
+
+
+def seconds_to_stream(num_bytes: int) -> float:
+    """Time to read so many bytes from memory, by the rate at which torch reads an array no cache holds."""
+    array = torch.zeros(1 << 26, dtype=torch.int16)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        array.max()
+        times.append(time.perf_counter() - start)
+    return num_bytes / (array.numel() * 2 / min(times))
+
+
 @pytest.mark.parametrize("implementation", ["native", "reference", "plain_torch"])
-@pytest.mark.parametrize("mode", ["greedy", "typical"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_verify_tree(benchmark, batch, dtype, mode, implementation):
-    logits, drafts, parents = inputs(batch, getattr(torch, dtype))
-    plain = plain_torch_greedy if mode == "greedy" else plain_torch_typical
+@pytest.mark.parametrize("mode", list(PLAIN))
+@pytest.mark.parametrize(
+    ("batch", "vocab", "dtype"), [(1, VOCAB, "bfloat16"), (1, 128256, "bfloat16"), (4, VOCAB, "float32")]
+)
+def test_verify_tree(benchmark, batch, vocab, dtype, mode, implementation):
+    """The extra column ``of_bound`` is the median over the time to read the visited rows and 5 us per call."""
+    logits, drafts, parents = inputs(batch, vocab, getattr(torch, dtype))
+    out = ck.verify_tree(logits, drafts, parents)
 
     def run(backend: str = implementation):
         if backend == "plain_torch":
-            return plain(logits, drafts, parents)
-        return ck.verify_tree(logits, drafts, parents, mode=mode, epsilon=EPSILON, delta=DELTA, backend=backend)
+            return PLAIN[mode](logits, drafts, parents)
+        return ck.verify_tree(
+            logits, drafts, parents, mode=mode, epsilon=EPSILON, delta=DELTA, backend=backend, out=out
+        )
 
-    expected = run("reference")
+    expected = ck.Verdict(*(field.clone() for field in run("reference")))
     assert expected.num_accepted.tolist() == [3] * batch
-    assert plain(logits, drafts, parents) == expected.tokens[:, :4].tolist()
+    assert [row[:3] for row in run("plain_torch")] == expected.tokens[:, :3].tolist()
     assert torch.equal(run("native").tokens, expected.tokens)
-    benchmark.group = f"verify_tree {mode} B={batch} N={NODES} V={VOCAB} {dtype}"
-    benchmark.pedantic(run, rounds=5 if implementation == "plain_torch" else 20, warmup_rounds=1)
+    benchmark.group = f"verify_tree {mode} B={batch} N={NODES} V={vocab} {dtype}"
+    benchmark.pedantic(run, rounds=100 if implementation == "native" else 3, warmup_rounds=1)
+    bound = seconds_to_stream(4 * batch * vocab * logits.element_size()) + 5e-6
+    benchmark.extra_info["of_bound"] = round(benchmark.stats.stats.median / bound, 2)
 
 
 @pytest.mark.parametrize("implementation", ["native", "reference"])
-def test_verify_tree_with_filters(benchmark, implementation):
-    logits, drafts, parents = inputs(1, torch.bfloat16)
+@pytest.mark.parametrize("drafting", ["iid", "without_replacement"])
+def test_rejection(benchmark, drafting, implementation):
+    logits, drafts, parents = inputs(1, VOCAB, torch.bfloat16)
+    draft_probs = torch.softmax(logits[:, :1].float() / 2, -1).expand(-1, NODES, -1)
 
     def run(backend: str = implementation):
-        return ck.verify_tree(logits, drafts, parents, mode="typical", top_k=50, top_p=0.9, backend=backend)
+        return ck.verify_tree(
+            logits, drafts, parents, mode="rejection", drafting=drafting, draft_probs=draft_probs, backend=backend
+        )
 
     assert torch.equal(run("native").tokens, run("reference").tokens)
-    benchmark.group = f"verify_tree typical top_k top_p B=1 N={NODES} V={VOCAB} bfloat16"
+    benchmark.group = f"verify_tree rejection {drafting} B=1 N={NODES} V={VOCAB} bfloat16"
+    benchmark.pedantic(run, rounds=20, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("filters", [{"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_sample_with_filters(benchmark, filters, implementation):
+    logits, drafts, parents = inputs(1, VOCAB, torch.bfloat16)
+
+    def run(backend: str = implementation):
+        return ck.verify_tree(logits, drafts, parents, mode="sample", backend=backend, **filters)
+
+    assert torch.equal(run("native").tokens, run("reference").tokens)
+    benchmark.group = f"verify_tree sample {filters} B=1 N={NODES} V={VOCAB} bfloat16"
     benchmark.pedantic(run, rounds=20, warmup_rounds=1)
 
 
@@ -114,7 +163,7 @@ def test_call_overhead(benchmark, form):
 @pytest.mark.parametrize("parts", ["matmul then verify", "matmul", "verify"])
 def test_threads_are_shared_with_torch(benchmark, parts):
     """Alternating a matrix product of torch with the operator costs no more than the two apart."""
-    logits, drafts, parents = inputs(1, torch.float32)
+    logits, drafts, parents = inputs(1, VOCAB, torch.float32)
     left = torch.randn(256, 256)
 
     def run() -> None:
