@@ -157,7 +157,7 @@ def request_of(model: Model, parents: Sequence[int], drafts: Sequence[int]) -> R
     unused = torch.full((model.vocab_size,), math.nan)
     draft_rows = [unused] + [model.drafts(places[parent]) for parent in parents[1:]]
     rows = torch.stack([model.logits(place) for place in places])
-    return Request(rows, list(drafts), list(parents), torch.stack(draft_rows))
+    return Request(rows, torch.stack(draft_rows), list(drafts), list(parents))
 
 
 Rule = Callable[[Request, Any], Outcome]
