@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+import verify_oracle
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from verify_cases import int32
 
 import cerberus_kernels as ck
 from cerberus_kernels import _native
 from cerberus_kernels.ops.verify_tree import philox
+from cerberus_kernels.ops.verify_tree.parameters import MODE_CODES
 
 WORD = 2**32 - 1
 
@@ -25,10 +28,6 @@ KNOWN_ANSWERS = [
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
 ]
-
-
-def int32(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def as_int32_bits(words: torch.Tensor) -> torch.Tensor:
@@ -66,164 +65,128 @@ def test_gumbel_noise_is_finite_and_within_its_bound():
     assert exact[9:].std().item() == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
 
 
-# The oracle: lists of Python floats, and a Philox of its own.
+# Against the oracle
 
 
-def oracle_block(seed: int, position: int, kind: int, index: int):
-    a, b, c, d = index, kind, position & WORD, position >> 32
-    key = [seed & WORD, (seed >> 32) & WORD]
-    for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (second >> 32) ^ b ^ key[0], second & WORD, (first >> 32) ^ d ^ key[1], first & WORD
-        key = [(key[0] + 0x9E3779B9) & WORD, (key[1] + 0xBB67AE85) & WORD]
-    return a, b, c, d
+def test_the_noise_layout_is_the_oracles():
+    tokens = torch.tensor([0, 1, 3, 4, 15, 16, 255, 256, 1000, 49151, 128255])
+    for seed, position in ((0, 0), (-3, 2**33 + 9), (2**63 - 1, 17)):
+        expected = [verify_oracle.word_of_token(seed, position, token) for token in tokens.tolist()]
+        assert philox.token_words(seed, position, tokens).tolist() == expected
+        for trial in (0, 1, 40):
+            assert philox.coin(seed, position, trial) == verify_oracle.coin(seed, position, trial)
 
 
-def oracle_word(seed: int, position: int, token: int) -> int:
-    tile, place = divmod(token, 256)
-    digits = b"".join(word.to_bytes(4, "little") for word in oracle_block(seed, position, 0, tile * 16 + place % 16))
-    return digits[place // 16] << 24 | oracle_block(seed, position, 1, token // 4)[token % 4] >> 8
-
-
-def oracle_gumbel(word: int) -> float:
-    return -math.log(-math.log1p(-(word + 0.5) / 2**32))
-
-
-class Margin:
-    """The least distance of any decision from its border: below it, rounding may decide."""
-
-    def __init__(self) -> None:
-        self.least = math.inf
-
-    def greater(self, a: float, b: float) -> bool:
-        self.least = min(self.least, abs(a - b) / max(abs(a), abs(b), 1e-30))
-        return a > b
-
-
-def oracle_probabilities(row, rule, margin):
-    """Tokens with their probabilities after temperature and filters."""
-    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
-    greatest = row[order[0]]
-    weights = {token: math.exp((row[token] - greatest) / rule["temperature"]) for token in order}
-    kept = order[: rule["top_k"]] if rule["top_k"] else order
-    if rule["top_p"] < 1:
-        target, mass, prefix = rule["top_p"] * sum(weights[token] for token in kept), 0.0, []
-        for token in kept:
-            if not margin.greater(target, mass):
-                break
-            prefix.append(token)
-            mass += weights[token]
-        kept = prefix
-    if rule["min_p"] > 0:
-        kept = [token for token in kept if not margin.greater(rule["min_p"], weights[token])]
-    total = sum(weights[token] for token in kept)
-    return {token: weights[token] / total for token in kept}
-
-
-def oracle_typical(rows, drafts, parents, rule, margin):
-    def passing(node):
-        probs = oracle_probabilities(rows[node], rule, margin)
-        entropy = -sum(p * math.log(p) for p in probs.values())
-        threshold = min(rule["epsilon"], rule["delta"] * math.exp(-entropy))
-        return {token: p for token, p in probs.items() if margin.greater(p, threshold)}
-
-    accepted = {0: []}  # node -> ln p along its path
-    for node in range(1, len(drafts)):
-        if parents[node] in accepted:
-            probs = passing(parents[node])
-            if drafts[node] in probs:
-                accepted[node] = accepted[parents[node]] + [math.log(probs[drafts[node]])]
-    longest = max(len(path) for path in accepted.values())
-    ends = {node: math.fsum(path) for node, path in accepted.items() if len(path) == longest}
-    best = max(ends.values())
-    near = [node for node, score in ends.items() if best - score < 1e-4]
-    if any(sorted(accepted[node]) != sorted(accepted[near[0]]) for node in near):
-        margin.least = 0.0
-    node = min(near)
-    path = [node]
-    while path[0]:
-        path.insert(0, parents[path[0]])
-    probs = passing(path[-1])
-    if not probs:
-        return path, min(range(len(rows[0])), key=lambda token: (-rows[path[-1]][token], token))
-    noise = {
-        token: math.log(p) + oracle_gumbel(oracle_word(rule["seed"], rule["position"] + len(path) - 1, token))
-        for token, p in probs.items()
-    }
-    ranked = sorted(noise, key=noise.get, reverse=True)
-    if len(ranked) > 1 and noise[ranked[0]] - noise[ranked[1]] < 1e-4:
-        margin.least = 0.0
-    return path, ranked[0]
-
-
-def oracle_greedy(rows, drafts, parents):
-    path = [0]
-    while True:
-        row = rows[path[-1]]
-        token = row.index(max(row))
-        children = [i for i in range(1, len(drafts)) if parents[i] == path[-1] and drafts[i] == token]
-        if not children:
-            return path, token
-        path.append(children[0])
+PARAMETERS = {
+    "mode": st.sampled_from(["greedy", "typical", "sample", "sample", "rejection", "rejection", "rejection"]),
+    "temperature": st.sampled_from([0.0, 0.03125, 0.5, 1.0, 1.0, 1.5, 4.0]),
+    "top_k": st.sampled_from([0, 0, 0, 1, 2, 4]),
+    "top_p": st.sampled_from([1.0, 1.0, 1.0, 0.3, 0.6, 0.9]),
+    "min_p": st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3]),
+    "epsilon": st.sampled_from([0.0, 0.09, 0.4, 1.0]),
+    "delta": st.sampled_from([0.1, 0.3, 0.7, 1.2]),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "position": st.integers(0, 2**40),
+}
+ENTRY = st.sampled_from([x / 2 for x in range(-6, 7)] + [-math.inf])  # few values, so ties are common
+WEIGHT = st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 3.0, 7.0])
 
 
 @st.composite
-def trees(draw):
-    nodes, vocab_size = draw(st.integers(1, 9)), draw(st.integers(1, 6))
-    parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, nodes)]
-    drafts = [draw(st.integers(-1, vocab_size)) for _ in range(nodes)]
-    entry = st.integers(-6, 6).map(lambda x: x / 2)  # few values, so ties are common
-    rows = [[draw(entry) for _ in range(vocab_size)] for _ in range(nodes)]
-    return rows, drafts, parents
+def batches(draw):
+    """Requests over one vocabulary, all on one tree or on one each."""
+    vocab_size, requests = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    nodes = [draw(st.integers(1, 9)) for _ in range(requests)]
+    shared = draw(st.booleans())
+    tree = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, max(nodes))]
+    cases = []
+    for count in nodes:
+        own = tree if shared else [-1] + [draw(st.integers(0, node - 1)) for node in range(1, count)]
+        rows = draw(st.lists(st.lists(ENTRY, min_size=vocab_size, max_size=vocab_size), min_size=count, max_size=count))
+        for row in rows:
+            row[draw(st.integers(0, vocab_size - 1))] = 2.5  # no row without a finite entry
+        weights = st.lists(WEIGHT, min_size=vocab_size, max_size=vocab_size)
+        draft_rows = draw(st.lists(weights, min_size=count, max_size=count))
+        for row in draft_rows:
+            if draw(st.integers(0, 19)) == 0:
+                row[draw(st.integers(0, vocab_size - 1))] = draw(st.sampled_from([math.nan, math.inf, -1.0]))
+        drafts = [draw(st.integers(-1, vocab_size)) for _ in range(count)]
+        parameters = {name: draw(strategy) for name, strategy in PARAMETERS.items()}
+        cases.append(verify_oracle.Case(rows, drafts, own[:count], draft_rows, **parameters))
+    return cases, shared
 
 
-def run(rows, drafts, parents, backend, **keywords):
-    verdict = ck.verify_tree(torch.tensor([rows]), torch.tensor([drafts]), int32(parents), backend=backend, **keywords)
-    accepted = int(verdict.num_accepted)
-    tokens, path = verdict.tokens[0].tolist(), verdict.path[0].tolist()
-    assert tokens[:accepted] == [drafts[node] for node in path[1 : accepted + 1]]
+def padded(rows: list[list[float]], nodes: int, columns: int) -> torch.Tensor:
+    """[nodes, columns] with NaN wherever nothing may be read."""
+    result = torch.full((nodes, columns), math.nan)
+    result[: len(rows), : len(rows[0])] = torch.tensor(rows)
+    return result
+
+
+def arguments(cases: list[verify_oracle.Case], form: str, ids: torch.dtype) -> dict:
+    """One call for all cases: ``"dense"`` with num_nodes, ``"ragged"``, or ``"one tree"``, the longest of them."""
+    counts, vocab_size = [len(case.drafts) for case in cases], cases[0].vocab_size
+    nodes = [max(counts) + (form == "dense")] * len(cases) if form != "ragged" else counts
+    logits = [padded(case.rows, size, vocab_size + 2) for case, size in zip(cases, nodes, strict=True)]
+    probs = [padded(case.draft_rows, size, vocab_size + 1) for case, size in zip(cases, nodes, strict=True)]
+    drafts = [torch.tensor(case.drafts + [99] * (n - len(case.drafts))) for case, n in zip(cases, nodes, strict=True)]
+    trees = [int32(case.parents + [99] * (n - len(case.parents))) for case, n in zip(cases, nodes, strict=True)]
+    join = torch.cat if form == "ragged" else torch.stack
+    for row in probs:
+        row[0] = math.nan  # the root was drawn from nothing
+    call = {
+        "logits": join(logits), "draft_tokens": join(drafts).to(ids), "draft_probs": join(probs),
+        "parents": max(trees, key=lambda tree: int((tree < 99).sum())) if form == "one tree" else join(trees),
+        "vocab_size": vocab_size, "mode": int32([list(MODE_CODES).index(case.mode) for case in cases]),
+        **{
+            name: torch.tensor([getattr(case, name) for case in cases])
+            for name in PARAMETERS if name != "mode"
+        },
+    }  # fmt: skip
+    if form == "ragged":
+        call["cu_nodes"] = int32([sum(counts[:b]) for b in range(len(counts) + 1)])
+    else:
+        call["num_nodes"] = int32(counts)
+    return call
+
+
+def result(verdict: ck.Verdict, case: verify_oracle.Case, b: int) -> tuple[list[int], int, int]:
+    """A request's path, bonus and status, after a look at what else the verdict holds."""
+    accepted = int(verdict.num_accepted[b])
+    tokens, path = verdict.tokens[b].tolist(), verdict.path[b].tolist()
+    assert tokens[:accepted] == [case.drafts[node] for node in path[1 : accepted + 1]]
     assert all(entry == -1 for entry in tokens[accepted + 1 :] + path[accepted + 1 :])
-    return path[: accepted + 1], tokens[accepted], float(verdict.entropy)
+    probs = torch.softmax(torch.tensor(case.rows[path[accepted]], dtype=torch.float64), 0)
+    assert float(verdict.entropy[b]) == pytest.approx(float(torch.special.entr(probs).sum()), abs=1e-5)
+    return path[: accepted + 1], tokens[accepted], int(verdict.status[b])
 
 
-def check_entropy(row, entropy):
-    probs = torch.softmax(torch.tensor(row, dtype=torch.float64), 0)
-    assert entropy == pytest.approx(float(torch.special.entr(probs).sum()), abs=1e-5)
+def test_every_mode_and_form_equals_the_oracle():
+    compared = []
 
+    @settings(max_examples=250, deadline=None)
+    @given(
+        batch=batches(),
+        ragged=st.booleans(),
+        max_depth=st.sampled_from([8, 8, 8, 2, 1, 0]),
+        drafting=st.sampled_from(["iid", "without_replacement"]),
+        ids=st.sampled_from([torch.int32, torch.int64]),
+    )
+    def run(batch, ragged, max_depth, drafting, ids):
+        cases, shared = batch
+        form = "ragged" if ragged else "one tree" if shared else "dense"
+        call = {**arguments(cases, form, ids), "max_depth": max_depth, "drafting": drafting}
+        verdicts = {name: ck.verify_tree(**call, backend=name) for name in ("native", "reference")}
+        for b, case in enumerate(cases):
+            case.least_margin = math.inf
+            expected = verify_oracle.verify(case, max_depth, drafting)
+            compared.append(case.least_margin > verify_oracle.SURE)
+            for verdict in verdicts.values():
+                actual = result(verdict, case, b)
+                assert actual == expected or not compared[-1]
 
-@settings(max_examples=60, deadline=None)
-@given(case=trees())
-def test_greedy_equals_the_oracle(case):
-    for backend in ("reference", "native"):
-        path, bonus, entropy = run(*case, backend)
-        assert (path, bonus) == oracle_greedy(*case)
-        check_entropy(case[0][path[-1]], entropy)
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    case=trees(),
-    rule=st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.25, 0.5, 1.0, 1.5, 4.0]),
-            "top_k": st.sampled_from([0, 0, 1, 2, 4]),
-            "top_p": st.sampled_from([1.0, 1.0, 0.3, 0.6, 0.9]),
-            "min_p": st.sampled_from([0.0, 0.0, 0.05, 0.3]),
-            "epsilon": st.sampled_from([0.0, 0.09, 0.4, 1.0]),
-            "delta": st.sampled_from([0.1, 0.3, 0.7, 1.2]),
-            "seed": st.integers(-(2**63), 2**63 - 1),
-            "position": st.integers(0, 2**40),
-        }
-    ),
-)
-def test_typical_equals_the_oracle(case, rule):
-    margin = Margin()
-    expected = oracle_typical(*case, rule, margin)
-    assume(margin.least > 1e-4)
-    for backend in ("reference", "native"):
-        path, bonus, entropy = run(*case, backend, mode="typical", **rule)
-        assert (path, bonus) == expected
-        check_entropy(case[0][path[-1]], entropy)
+    run()
+    assert sum(compared) > 0.8 * len(compared)
 
 
 def test_bonus_has_the_distribution_of_the_passing_tokens(backend):
