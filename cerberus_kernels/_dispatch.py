@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,14 +65,23 @@ class Operator:
         for key, device_type in _DEVICE_TYPES.items():
             _library.impl(name, self._runner(device_type), key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        self.call = getattr(getattr(torch.ops, NAMESPACE), name)
+        self._packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        # What autograd keeps account of: gradients, and the versions of tensors that are written to.
+        self._tracked = "!" in schema
         OPERATORS[name] = self
+
+    def call(self, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
+        """Run the operator with the schema's arguments."""
+        if not torch.compiler.is_compiling() and self.goes_native(args, backend):
+            return self.implementations["native"](*args, **kwargs)
+        return self._packet(*args, backend=backend, **kwargs)
 
     def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
         """Give the operator a gradient; both functions as ``torch.library.register_autograd`` takes them.
 
         Tensors among the operator's arguments must not be keyword-only for this.
         """
+        self._tracked = True
         name = f"{NAMESPACE}::{self.name}"
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
 
@@ -89,20 +98,31 @@ class Operator:
 
         return run
 
-    def goes_native(self, tensor: torch.Tensor, backend: str) -> bool:
+    def goes_native(self, args: Sequence[Any], backend: str) -> bool:
         """Whether a call may go to the native CPU function past torch's dispatcher, whose way costs several times more.
 
-        Only where nobody would see the difference: a plain CPU tensor and no compiler, mode, transform or profiler that
-        wants to see the operator.
+        Only where nobody would see the difference: a plain CPU tensor first and no autograd, mode, transform or
+        profiler that wants to see the operator. A compiler must not come here.
         """
         native = self._native.get(backend)
         if native is None:
             known = backend in BACKENDS and not self.why_unavailable("native", "cpu")
             native = self._native[backend] = known and self.backend_for("cpu", backend) == "native"
+        if not native:
+            return False
+        first = args[0]
+        while type(first) is not torch.Tensor:  # a list's first tensor, or the first argument that is given
+            if type(first) is list and first:
+                first = first[0]
+            elif first is None:
+                args = args[1:]
+                first = args[0]
+            else:
+                return False
+        if torch.is_grad_enabled() and (self._tracked or first.requires_grad):
+            return False
         return (
-            native
-            and type(tensor) is torch.Tensor
-            and tensor.is_cpu
+            first.is_cpu
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and not torch._C._autograd._profiler_enabled()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import NAMESPACE, Operator
+from ..._dispatch import Operator
 from . import native, reference
 
 
@@ -90,7 +90,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | 
     return d_hidden, d_entropy, d_logits, None, *d_weights, None, None, None, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::gate", _backward, setup_context=_keep_for_backward)
+_operator.differentiate(_backward, _keep_for_backward)
 
 
 def gate(

@@ -241,7 +241,7 @@ def verify_tree(
     """
     first = 0 if position is None else position
     given = (mode, temperature, top_k, top_p, min_p, epsilon, delta, seed, first)
-    if not torch.compiler.is_compiling() and _operator.goes_native(logits, backend):
+    if not torch.compiler.is_compiling() and _operator.goes_native((logits,), backend):
         inputs = (logits, draft_tokens, parents, num_nodes, cu_nodes, draft_probs)
         verdict = _run_native(inputs, vocab_size, max_depth, drafting, given, out)
         if verdict is not None:
