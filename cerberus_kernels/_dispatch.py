@@ -33,6 +33,10 @@ _DEVICE_TYPES = {"CPU": "cpu", "CUDA": "cuda", "CompositeExplicitAutograd": "oth
 _ORDER = {"cpu": ("native", "reference"), "cuda": ("native", "triton", "reference"), "other": ("reference",)}
 
 
+# What `Operator.attempt` gives where the call has to take the longer way.
+REFUSED: Any = type("Refused", (), {"__repr__": lambda self: "REFUSED"})()
+
+
 class BackendUnavailable(RuntimeError):
     """The backend that was asked for by name cannot run this call; the message says why."""
 
@@ -97,6 +101,19 @@ class Operator:
             return implementation(*args, **kwargs)
 
         return run
+
+    def attempt(self, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
+        """The native result of a call that needs no word said about it, else REFUSED.
+
+        For the first line of an operator's function: the checks in Python cost more than a small call's work, and the
+        native function makes its own. What it refuses goes on to those in Python, which have the words.
+        """
+        if torch.compiler.is_compiling() or not self.goes_native(args, backend):
+            return REFUSED
+        try:
+            return self.implementations["native"](*args, **kwargs)
+        except Exception:
+            return REFUSED
 
     def goes_native(self, args: Sequence[Any], backend: str) -> bool:
         """Whether a call may go to the native CPU function past torch's dispatcher, whose way costs several times more.

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cerberus_kernels as ck
 from cerberus_kernels import _dispatch, _native
@@ -93,3 +94,54 @@ def test_choosing_a_backend_costs_little(operator):
         return best
 
     assert shortest(lambda: call(PARENTS)) < 8 * shortest(lambda: PARENTS.unsqueeze(0))
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_watches_torchs_dispatcher_sees_the_operator():
+    """A plain call takes a shorter way; modes, profilers and autograd must not lose sight of one for that."""
+    parents = torch.tensor([[-1, 0]], dtype=torch.int32)
+    with Recorder() as mode:
+        ck.tree_mask(parents)
+        ck.verify_tree(torch.zeros(1, 2, 8), parents, parents)
+    assert {"cerberus_kernels.tree_mask.default", "cerberus_kernels.verify_tree.default"} <= set(mode.seen)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ck.tree_mask(parents)
+        ck.verify_tree(torch.zeros(1, 2, 8), parents, parents)
+    names = {event.key for event in profile.key_averages()}
+    assert {"cerberus_kernels::tree_mask", "cerberus_kernels::verify_tree"} <= names
+    hidden = torch.ones(1, 4, requires_grad=True)
+    states = ck.head_states(hidden, torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4))
+    states.sum().backward()
+    assert hidden.grad.tolist() == [[2.0] * 4]
+    with torch.inference_mode():
+        assert torch.equal(ck.head_states(hidden, torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4)), states)
+
+
+def test_a_plain_call_takes_the_short_way(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("torch's dispatcher was asked")
+
+    for name in ("tree_mask", "verify_tree"):
+        monkeypatch.setattr(OPERATORS[name], "_packet", refuse)
+    parents = torch.tensor([[-1, 0]], dtype=torch.int32)
+    assert ck.tree_mask(parents).tolist() == [[[1], [3]]]
+    assert ck.verify_tree(torch.zeros(1, 2, 8), parents, parents).num_accepted.tolist() == [1]
+    with pytest.raises(AssertionError, match="dispatcher was asked"):
+        ck.tree_mask(parents, backend="reference")
+
+
+def test_written_caches_count_for_autograd():
+    cache = torch.zeros(1, 1, 4, 1, 8)
+    path, one = torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    version = cache._version
+    ck.commit_kv(cache, cache.clone(), path, one, one - 1)
+    assert cache._version > version

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..._checks import check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
 _OP = "commit_kv"
@@ -65,6 +65,12 @@ def commit_kv(
         >>> ck.commit_kv(cache, cache.clone(), path, two, one).tolist(), cache.flatten().tolist()
         ([4], [0.0, 1.0, 3.0, 5.0, 4.0, 5.0, 6.0, 7.0])
     """
+    stacked = isinstance(k_caches, torch.Tensor) and isinstance(v_caches, torch.Tensor)
+    if stacked and k_caches.ndim == 5 and k_caches.shape[:3] == v_caches.shape[:3]:
+        inputs = ([k_caches], [v_caches], path, num_accepted, prefix_lens)
+        new_lens = _operator.attempt(*inputs, block_table=block_table, backend=backend)
+        if new_lens is not REFUSED:
+            return new_lens
     check_tensor(_OP, "path", path, ndim=2, dtypes=(torch.int32,))
     batch = path.shape[0]
     if path.shape[1] < 1:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
 
@@ -140,6 +140,13 @@ def gate(
         ([0.6931, 0.0], [False, True])
     """
     op = "gate"
+    if kind == "entropy" and entropy is not None and logits is None and weights is None and vocab_size is None:
+        thresholds = threshold if isinstance(threshold, torch.Tensor) else None
+        number = 0.0 if thresholds is not None else threshold
+        inputs = (None, entropy, None, thresholds, None, None, None, None, kind, number, 0, eps)
+        found = _operator.attempt(*inputs, backend=backend)
+        if found is not REFUSED:
+            return GateDecision(*found)
     if kind not in reference.KINDS:
         refuse(op, "kind", f"one of {', '.join(reference.KINDS)}", repr(kind))
     _check_inputs(hidden, entropy, logits, kind, weights, vocab_size)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
 
@@ -88,6 +88,10 @@ def head_states(
         >>> ck.head_states(hidden, weight, bias).tolist()
         [[[1.0, -2.0], [1.0, -2.0], [1.0, -2.0]]]
     """
+    if isinstance(weight, torch.Tensor) and weight.numel() and (root_embedding is None or _is_linked(weight)):
+        states = _operator.attempt(hidden, weight, bias, root_embedding, backend=backend)
+        if states is not REFUSED:
+            return states
     check_tensor("head_states", "hidden", hidden, ndim=2, dtypes=FLOATS)
     check_tensor("head_states", "weight", weight, ndim=4, dtypes=FLOATS, device=hidden.device)
     blocks, heads, rows, columns = weight.shape
@@ -110,3 +114,7 @@ def head_states(
             shape=list(hidden.shape),
         )
     return _operator.call(hidden, weight, bias, root_embedding, backend=backend)
+
+
+def _is_linked(weight: torch.Tensor) -> bool:
+    return weight.ndim == 4 and weight.shape[3] == 2 * weight.shape[2]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
 
@@ -92,6 +92,9 @@ def head_topk(
         ([0, 2], [-0.7586, -0.7586], 2.7586)
     """
     op = "head_topk"
+    found = _attempt(states, vocab_weight, k, token_map, vocab_size, backend)
+    if found is not None:
+        return found
     check_tensor(op, "states", states, dtypes=FLOATS)
     if states.ndim < 1 or states.shape[-1] < 1:
         refuse(op, "states", "at least 1-dimensional with a last size >= 1", f"shape {list(states.shape)}")
@@ -118,3 +121,22 @@ def head_topk(
         states.reshape(-1, width), vocab_weight, k, vocab_size, token_map, backend=backend
     )
     return Candidates(tokens.view(*leading, k), log_probs.view(*leading, k), lse.view(leading))
+
+
+def _attempt(
+    states: Any, vocab_weight: Any, k: int, token_map: Any, vocab_size: int | None, backend: str
+) -> Candidates | None:
+    """The call as it is, where the native function takes it."""
+    if not isinstance(states, torch.Tensor) or not isinstance(vocab_weight, torch.Tensor) or not states.numel():
+        return None
+    if vocab_size is None:
+        vocab_size = (vocab_weight if token_map is None else token_map).shape[0]
+    rows = states if states.ndim == 2 else states.reshape(-1, states.shape[-1])
+    found = _operator.attempt(rows, vocab_weight, k, vocab_size, token_map, backend=backend)
+    if found is REFUSED:
+        return None
+    tokens, log_probs, lse = found
+    if states.ndim != 2:
+        leading = states.shape[:-1]
+        return Candidates(tokens.view(*leading, k), log_probs.view(*leading, k), lse.view(leading))
+    return Candidates(tokens, log_probs, lse)

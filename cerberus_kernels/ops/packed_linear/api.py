@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
 
@@ -121,6 +121,10 @@ def packed_linear(
         >>> ck.packed_linear(torch.tensor([[1.0, 1.0]]), weight, bias=torch.tensor([0.5, 0.0])).tolist()
         [[3.5, 7.0]]
     """
+    if type(weight) is PackedWeight and isinstance(x, torch.Tensor) and x.shape[-1:] == (weight.in_features,):
+        result = _operator.attempt(x, weight.panels, weight.out_features, bias, out_dtype, backend=backend)
+        if result is not REFUSED:
+            return result
     _check(x, weight, bias, out_dtype)
     return _operator.call(x, weight.panels, weight.out_features, bias, out_dtype, backend=backend)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from ...tree import mask_words
 from . import native, reference
 
@@ -114,15 +114,15 @@ def tree_attention(
         >>> out[0, :, 0, 0].round().tolist()
         [6.0, 5.0, 7.0]
     """
-    _check_inputs(q, k_cache, v_cache, mask, prefix_lens, block_table, num_nodes)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_tensor(_OP, "q", q, ndim=4, dtypes=FLOATS)
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     if not math.isfinite(scale):
         refuse(_OP, "scale", "finite", scale)
     if not (softcap >= 0 and math.isfinite(softcap)):
         refuse(_OP, "softcap", "finite and >= 0", softcap)
     if window is not None and window < 1:
         refuse(_OP, "window", "None or >= 1", window)
-    options = {
+    options: dict[str, Any] = {
         "block_table": block_table,
         "num_nodes": num_nodes,
         "scale": scale,
@@ -130,6 +130,16 @@ def tree_attention(
         "window": window or 0,
         "backend": backend,
     }
+    if out is None:
+        both = _operator.attempt(q, k_cache, v_cache, mask, prefix_lens, **options)
+        if both is not REFUSED:
+            return both if return_lse else both[0]
+    elif isinstance(out, torch.Tensor) and out.is_contiguous() and not return_lse:
+        spare = q.new_empty(q.shape[:3], dtype=torch.float32)
+        done = _operator_out.attempt(q, k_cache, v_cache, mask, prefix_lens, out=out, lse=spare, **options)
+        if done is not REFUSED:
+            return out
+    _check_inputs(q, k_cache, v_cache, mask, prefix_lens, block_table, num_nodes)
     if out is None:
         result, lse = _operator.call(q, k_cache, v_cache, mask, prefix_lens, **options)
     else:
@@ -147,7 +157,6 @@ def _check_inputs(
     block_table: torch.Tensor | None,
     num_nodes: torch.Tensor | None,
 ) -> None:
-    check_tensor(_OP, "q", q, ndim=4, dtypes=FLOATS)
     batch, nodes, q_heads, head_dim = q.shape
     if head_dim % 8 or not 8 <= head_dim <= 256:
         refuse(_OP, "q", "of a head size that is a multiple of 8 in [8, 256]", head_dim)

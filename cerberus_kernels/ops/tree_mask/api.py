@@ -6,7 +6,7 @@ import torch
 
 from ... import tree
 from ..._checks import check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
 
@@ -46,6 +46,10 @@ def tree_mask(parents: torch.Tensor, *, num_nodes: torch.Tensor | None = None, b
         >>> ck.tree_mask(torch.tensor([-1, 0, 0, 1, 2], dtype=torch.int32)).flatten().tolist()
         [1, 3, 5, 11, 21]
     """
+    if num_nodes is None or getattr(parents, "ndim", 0) == 2:
+        mask = _operator.attempt(parents, num_nodes, backend=backend)
+        if mask is not REFUSED:
+            return mask
     check_tensor("tree_mask", "parents", parents, ndim=(1, 2), dtypes=(torch.int32,))
     rows = parents if parents.ndim == 2 else parents.unsqueeze(0)
     if num_nodes is not None:
