@@ -70,8 +70,7 @@ class Operator:
             _library.impl(name, self._runner(device_type), key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         self._packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        # What autograd keeps account of: gradients, and the versions of tensors that are written to.
-        self._tracked = "!" in schema
+        self._differentiable = False
         OPERATORS[name] = self
 
     def call(self, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
@@ -85,7 +84,7 @@ class Operator:
 
         Tensors among the operator's arguments must not be keyword-only for this.
         """
-        self._tracked = True
+        self._differentiable = True
         name = f"{NAMESPACE}::{self.name}"
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
 
@@ -136,7 +135,7 @@ class Operator:
                 first = args[0]
             else:
                 return False
-        if torch.is_grad_enabled() and (self._tracked or first.requires_grad):
+        if torch.is_grad_enabled() and (self._differentiable or first.requires_grad):
             return False
         return (
             first.is_cpu

@@ -137,11 +137,3 @@ def test_a_plain_call_takes_the_short_way(monkeypatch):
     assert ck.verify_tree(torch.zeros(1, 2, 8), parents, parents).num_accepted.tolist() == [1]
     with pytest.raises(AssertionError, match="dispatcher was asked"):
         ck.tree_mask(parents, backend="reference")
-
-
-def test_written_caches_count_for_autograd():
-    cache = torch.zeros(1, 1, 4, 1, 8)
-    path, one = torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
-    version = cache._version
-    ck.commit_kv(cache, cache.clone(), path, one, one - 1)
-    assert cache._version > version

@@ -65,8 +65,9 @@ def commit_kv(
         >>> ck.commit_kv(cache, cache.clone(), path, two, one).tolist(), cache.flatten().tolist()
         ([4], [0.0, 1.0, 3.0, 5.0, 4.0, 5.0, 6.0, 7.0])
     """
-    stacked = isinstance(k_caches, torch.Tensor) and isinstance(v_caches, torch.Tensor)
-    if stacked and k_caches.ndim == 5 and k_caches.shape[:3] == v_caches.shape[:3]:
+    both = isinstance(k_caches, torch.Tensor) and isinstance(v_caches, torch.Tensor)
+    shapes = [getattr(caches, "shape", ()) for caches in (k_caches, v_caches)]
+    if both and len(shapes[0]) == 5 and shapes[0][:3] == shapes[1][:3]:
         inputs = ([k_caches], [v_caches], path, num_accepted, prefix_lens)
         new_lens = _operator.attempt(*inputs, block_table=block_table, backend=backend)
         if new_lens is not REFUSED:
