@@ -7,10 +7,37 @@ import torch
 import cerberus_kernels as ck
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MODES = ("greedy", "typical", "sample", "rejection")
 
 
 def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def one_hot_rows(tokens, vocab_size: int) -> torch.Tensor:
+    """logits [1, N, V] whose row i has its greatest entry at tokens[i]."""
+    return torch.nn.functional.one_hot(torch.tensor([tokens]), vocab_size).float() * 8
+
+
+def log_rows(*rows) -> torch.Tensor:
+    return torch.tensor([rows], dtype=torch.float64).log().float()
+
+
+def rule(mode: str, drafts: torch.Tensor, vocab_size: int, columns: int | None = None) -> dict:
+    """Arguments that name the mode. Rejection gets rows that put half of their mass on the draft.
+
+    Columns past the vocabulary and rows of tokens outside it are NaN; the root's is too.
+    """
+    if mode != "rejection":
+        return {"mode": mode}
+    probs = torch.full((*drafts.shape, columns or vocab_size), torch.nan)
+    probs[..., :vocab_size] = 0.5 / vocab_size
+    token = drafts.long().unsqueeze(-1)
+    inside = (token >= 0) & (token < vocab_size)
+    probs.scatter_add_(-1, token.clamp(0, vocab_size - 1), torch.full(token.shape, 0.5))
+    probs = torch.where(inside, probs, torch.nan)
+    probs[..., 0, :] = torch.nan
+    return {"mode": mode, "drafting": "iid", "draft_probs": probs}
 
 
 def random_case(batch: int, parents: list[int], vocab_size: int, dtype: torch.dtype, seed: int = 0):
