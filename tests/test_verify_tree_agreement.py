@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verify_cases import FLOATS, assert_same, int32, random_case
+from verify_cases import FLOATS, assert_same, int32, nearby_rows, random_case
 
 import cerberus_kernels as ck
 from cerberus_kernels.testing import NODE_COUNTS, available_isa_levels, isa_level, random_parents, tree_cases
 
+SCHEMES = [
+    ("greedy", None),
+    ("typical", None),
+    ("sample", None),
+    ("rejection", "iid"),
+    ("rejection", "without_replacement"),
+]
+IDS = ["greedy", "typical", "sample", "iid", "without_replacement"]
 
-@pytest.mark.parametrize("mode", ["greedy", "typical"])
+
+def way(scheme, logits, parents, dtype=torch.float32) -> dict:
+    """Arguments of a mode, and of its drafting if it has one."""
+    mode, drafting = scheme
+    if drafting is None:
+        return {"mode": mode}
+    return {"mode": mode, "drafting": drafting, "draft_probs": nearby_rows(logits, parents, dtype)}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
 @pytest.mark.parametrize("num_nodes", NODE_COUNTS)
-def test_native_agrees_with_reference(num_nodes, mode):
+def test_native_agrees_with_reference(num_nodes, scheme):
     cases = list(tree_cases(num_nodes))
     for index, (_, parents) in enumerate(cases if num_nodes < 65 else cases[3:]):
         vocab_size, dtype = (1, 15, 97, 1031, 2051)[index], FLOATS[(index + num_nodes) % 3]
         logits, drafts = random_case(2, parents, vocab_size, dtype, seed=index)
-        keywords = {"mode": mode, "seed": index, "position": 5 * index}
+        keywords = {**way(scheme, logits, parents, FLOATS[index % 3]), "seed": index, "position": 5 * index}
         expected = ck.verify_tree(logits, drafts, int32(parents), backend="reference", **keywords)
         assert_same(ck.verify_tree(logits, drafts, int32(parents), backend="native", **keywords), expected)
 
@@ -34,37 +51,108 @@ FILTERS = [
 ]
 
 
+@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=IDS[1:])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_native_agrees_with_reference_under_filters(filters, dtype):
+def test_native_agrees_with_reference_under_filters(filters, dtype, scheme):
     parents = random_parents(24, seed=2)
     for vocab_size in (7, 1024, 3001):
         logits, drafts = random_case(3, parents, vocab_size, dtype, seed=vocab_size)
-        keywords = {"mode": "typical", "seed": torch.arange(3), "position": 17, **filters}
+        keywords = {**way(scheme, logits, parents, dtype), "seed": torch.arange(3), "position": 17, **filters}
         expected = ck.verify_tree(logits, drafts, int32(parents), backend="reference", **keywords)
         assert_same(ck.verify_tree(logits, drafts, int32(parents), backend="native", **keywords), expected)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "typical"])
-def test_bits_do_not_depend_on_level_threads_or_batch(mode):
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.9, "top_k": 1000, "top_p": 0.95}], ids=["plain", "filters"])
+def test_native_agrees_with_reference_on_a_real_vocabulary(filters, scheme):
+    parents = [-1, 0, 0, 1, 1, 3]
+    logits, drafts = random_case(4, parents, 128256, torch.bfloat16, seed=6)
+    keywords = {**way(scheme, logits, parents, torch.bfloat16), "seed": 9, "position": torch.arange(4), **filters}
+    expected = ck.verify_tree(logits, drafts, int32(parents), backend="reference", **keywords)
+    assert_same(ck.verify_tree(logits, drafts, int32(parents), backend="native", **keywords), expected)
+
+
+def mixed_call(requests: int, parents: list[int], vocab_size: int, dtype: torch.dtype) -> dict:
+    """A batch in which every request has a mode and parameters of its own."""
+    logits, drafts = random_case(requests, parents, vocab_size, dtype, seed=1)
+    generator = torch.Generator().manual_seed(2)
+
+    def one_of(values) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (requests,), generator=generator)]
+
+    return {
+        "logits": logits, "draft_tokens": drafts, "parents": int32(parents).expand(requests, -1),
+        "draft_probs": nearby_rows(logits, parents, dtype), "drafting": "iid", "mode": one_of([0, 1, 2, 3]),
+        "temperature": one_of([0.0, 0.5, 1.0, 1.6]), "top_k": one_of([0, 0, 3, 50]), "top_p": one_of([1.0, 1.0, 0.8]),
+        "min_p": one_of([0.0, 0.0, 0.05]), "epsilon": one_of([0.05, 0.3]), "delta": one_of([0.2, 0.8]),
+        "seed": torch.randint(-(2**62), 2**62, (requests,), generator=generator),
+        "position": torch.randint(2**40, (requests,), generator=generator),
+        "num_nodes": torch.randint(1, len(parents) + 1, (requests,), generator=generator).int(),
+    }  # fmt: skip
+
+
+def only(call: dict, rows) -> dict:
+    """The call for some of its requests."""
+    return {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_requests_of_every_kind_in_one_batch(backend, dtype):
+    """Order and company change no bit of a request, and the other backend gives the same."""
+    requests = 40
+    call = mixed_call(requests, random_parents(12, seed=8), 611, dtype)
+    expected = ck.verify_tree(**call, backend=backend)
+    assert len(set(call["mode"].tolist())) == 4 and expected.num_accepted.max() > 1
+    order = torch.randperm(requests)
+    for field, permuted in zip(expected, ck.verify_tree(**only(call, order), backend=backend), strict=True):
+        assert torch.equal(field[order], permuted)
+    for b in range(requests):
+        for field, alone in zip(expected, ck.verify_tree(**only(call, [b]), backend=backend), strict=True):
+            assert torch.equal(field[b : b + 1], alone)
+    assert_same(ck.verify_tree(**call, backend="native" if backend == "reference" else "reference"), expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5000, "top_p": 0.9, "min_p": 1e-4}], ids=["plain", "filters"])
+def test_bits_do_not_depend_on_level_threads_or_batch(scheme, filters):
     parents = random_parents(6, seed=4)
     logits, drafts = random_case(3, parents, 300_007, torch.bfloat16)  # long enough to be shared among threads
-    keywords = {"mode": mode, "temperature": 1.5, "top_p": 0.9, "delta": 0.9, "backend": "native"}
-    seeds = torch.arange(3)
-    expected = ck.verify_tree(logits, drafts, int32(parents), seed=seeds, **keywords)
+    probs = nearby_rows(logits, parents, torch.bfloat16)
+    mode, drafting = scheme
+    keywords = {"mode": mode, "temperature": 1.5, "delta": 0.9, "backend": "native", **filters}
+
+    def verify(rows) -> ck.Verdict:
+        drawn = {} if drafting is None else {"drafting": drafting, "draft_probs": probs[rows]}
+        seeds = torch.arange(3)[rows]
+        return ck.verify_tree(logits[rows], drafts[rows], int32(parents), seed=seeds, **drawn, **keywords)
+
+    expected = verify(slice(None))
     threads = torch.get_num_threads()
     try:
         for level in available_isa_levels():
             for count in (1, 2, 5):
                 torch.set_num_threads(count)
                 with isa_level(level):
-                    together = ck.verify_tree(logits, drafts, int32(parents), seed=seeds, **keywords)
-                    alone = [
-                        ck.verify_tree(logits[b : b + 1], drafts[b : b + 1], int32(parents), seed=b, **keywords)
-                        for b in range(3)
-                    ]
+                    together = verify(slice(None))
+                    alone = [verify(slice(b, b + 1)) for b in range(3)]
                 for field, *fields in zip(expected, *alone, strict=True):
                     assert torch.equal(field, torch.cat(fields))
                 assert all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_mixed_batch_does_not_depend_on_level_or_threads():
+    call = mixed_call(64, random_parents(12, seed=8), 4099, torch.float16)  # requests side by side
+    expected = ck.verify_tree(**call, backend="native")
+    threads = torch.get_num_threads()
+    try:
+        for level in available_isa_levels():
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                with isa_level(level):
+                    verdict = ck.verify_tree(**call, backend="native")
+                assert all(torch.equal(a, b) for a, b in zip(verdict, expected, strict=True))
     finally:
         torch.set_num_threads(threads)

@@ -6,13 +6,10 @@ import re
 
 import pytest
 import torch
+from verify_cases import MODES, int32
 
 import cerberus_kernels as ck
 from cerberus_kernels.testing import T5
-
-
-def int32(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def call(**changes):
@@ -23,6 +20,16 @@ def call(**changes):
         **changes,
     }
     return ck.verify_tree(**arguments)
+
+
+REFUSES_DETERMINISTIC = (
+    "drafting must be 'iid' or 'without_replacement' in rejection mode (deterministic drafts have no distribution that "
+    "could be divided by: mode 'sample' is exact for them), got 'deterministic'"
+)
+
+
+def rejection(probs: torch.Tensor) -> dict:
+    return {"mode": "rejection", "drafting": "iid", "draft_probs": probs}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,27 @@ def call(**changes):
         ({"position": torch.tensor([3, -1])}, "position must be in [0, 2**63), got -1 in row 1"),
         ({"drafting": "random"}, "drafting must be one of deterministic, iid, without_replacement, got 'random'"),
         ({"draft_probs": torch.zeros(2, 5, 8)}, "draft_probs must be None unless mode is 'rejection'"),
+        (
+            {"draft_probs": torch.zeros(2, 5, 8), "mode": ["sample", "greedy"], "drafting": "iid"},
+            "draft_probs must be None unless mode is 'rejection', got mode ['sample', 'greedy']",
+        ),
+        ({"mode": "rejection"}, REFUSES_DETERMINISTIC),
+        ({"mode": "rejection", "draft_probs": torch.zeros(2, 5, 8)}, REFUSES_DETERMINISTIC),
+        ({"mode": ["greedy", "rejection"], "draft_probs": torch.zeros(2, 5, 8)}, REFUSES_DETERMINISTIC),
+        ({"mode": int32([0, 3]), "draft_probs": torch.zeros(2, 5, 8)}, REFUSES_DETERMINISTIC),
+        ({"mode": "rejection", "drafting": "iid"}, "draft_probs must be given in rejection mode, got None"),
+        ({"mode": ["rejection", "sample"], "drafting": "iid"}, "draft_probs must be given in rejection mode, got None"),
+        ({"mode": int32([2, 3]), "drafting": "iid"}, "draft_probs must be given in rejection mode, got None"),
+        ({"mode": int32([0, 4])}, "(2) or 'rejection' (3), got 4 in row 1"),
+        ({"mode": torch.tensor([-1, 0])}, "(2) or 'rejection' (3), got -1 in row 0"),
+        ({"mode": torch.tensor([0.0, 1.0])}, "mode must be of dtype uint8 or int32 or int64, got float32"),
+        (rejection(torch.zeros(2, 5, 7)), "draft_probs must be at least vocab_size = 8 wide, got [2, 5, 7]"),
+        (rejection(torch.zeros(2, 4, 8)), "draft_probs must be of shape"),
+        (rejection(torch.zeros(10, 8)), "draft_probs must be"),
+        (rejection(torch.zeros(2, 5, 8).double()), "draft_probs must be of dtype float32 or bfloat16 or float16"),
+        (rejection(torch.zeros(2, 5, 8, device="meta")), "draft_probs must be on cpu, got meta"),
+        (rejection(torch.zeros(2, 8, 5).mT), "draft_probs must be contiguous in its last dimension"),
+        (rejection(torch.zeros(2, 5, 16)[..., ::2]), "draft_probs must be contiguous in its last dimension"),
         ({"backend": "cuda"}, "backend must be one of auto, reference, native, triton, got 'cuda'"),
     ],
 )
@@ -126,43 +154,87 @@ def test_out_must_fit():
         call(out=verdict_of(2, 4)._replace(status=int32([0, 0])))
 
 
-def operands(batch: int) -> tuple:
+LAYOUTS = ("contiguous", "strided", "permuted")
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values [B, N, ..] in memory of another order, the last dimension always dense."""
+    if layout == "strided":
+        wide = torch.full((tensor.shape[0], 2 * tensor.shape[1], tensor.shape[2] + 7), torch.nan)
+        wide[:, ::2, 3 : 3 + tensor.shape[2]] = tensor
+        return wide[:, ::2, 3 : 3 + tensor.shape[2]]
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1) if layout == "permuted" else tensor
+
+
+def operands(batch: int, layout: str, modes: list[int]) -> tuple:
+    """Arguments of the schema, draft rows among them; modes is one code or one per request."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(batch, 5, 40, generator=generator)[..., :33]
+    logits = laid_out(torch.randn(batch, 5, 33, generator=generator), layout)
+    probs = laid_out(torch.rand(batch, 5, 33, generator=generator), layout)
     drafts = torch.randint(33, (batch, 7), generator=generator)[:, 1:6]
-    scalars = (1, 0.8, 0, 1.0, 0.0, 0.09, 0.3, 7, 3)
-    rows = (None, torch.ones(batch), None, None, None, None, None, torch.arange(batch), None)
-    return (logits, drafts, int32(T5), None, None, None, 33, 4, 0, *scalars, *rows)
+    scalars = (modes[0] if len(modes) == 1 else 0, 0.8, 0, 1.0, 0.0, 0.09, 0.3, 7, 3)
+    own = None if len(modes) == 1 else int32(modes)
+    rows = (own, torch.ones(batch), None, None, None, None, None, torch.arange(batch), None)
+    return (logits, drafts, int32(T5), None, None, probs, 33, 4, 1, *scalars, *rows)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree.default, operands(3))
-    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree_out.default, operands(3), verdict_of(3, 4)._asdict())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("modes", [[1], [2], [3], [3, 2, 0]], ids=str)
+def test_opcheck(layout, modes):
+    arguments = operands(3, layout, modes)
+    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree.default, arguments)
+    torch.library.opcheck(torch.ops.cerberus_kernels.verify_tree_out.default, arguments, verdict_of(3, 4)._asdict())
+
+
+def test_layouts_and_ways_in_give_the_same(backend):
+    """The schema's operator and the Python function, on memory of every order."""
+    given = operands(3, "contiguous", [3, 2, 0])
+    keys = {"mode": int32([3, 2, 0]), "drafting": "iid", "seed": torch.arange(3), "position": 3, "backend": backend}
+    expected = ck.verify_tree(*given[:3], draft_probs=given[5], temperature=torch.ones(3), **keys)
+    for layout in LAYOUTS:
+        again = operands(3, layout, [3, 2, 0])
+        verdict = ck.verify_tree(*again[:3], draft_probs=again[5], temperature=torch.ones(3), **keys)
+        direct = torch.ops.cerberus_kernels.verify_tree(*again, backend=backend)
+        for field, *others in zip(expected, verdict, direct, strict=True):
+            assert all(torch.equal(field, other) for other in others)
 
 
 def test_compiles_whole(backend):
-    def step(logits, drafts, temperature, out):
+    def step(logits, drafts, temperature, probs, seeds, out):
         first = ck.verify_tree(logits, drafts, int32(T5), backend=backend)
         second = ck.verify_tree(
             logits, drafts, int32(T5), mode=["greedy", "typical"], temperature=temperature, out=out, backend=backend
         )
-        return first.tokens + 1, first.entropy, second.tokens + 1
+        third = ck.verify_tree(
+            logits, drafts, int32(T5), mode="sample", temperature=temperature, top_p=0.9, seed=seeds, position=7,
+            backend=backend,
+        )  # fmt: skip
+        fourth = ck.verify_tree(
+            logits, drafts, int32(T5), mode="rejection", drafting="without_replacement", draft_probs=probs, top_k=9,
+            seed=seeds, backend=backend,
+        )  # fmt: skip
+        return first.tokens + 1, first.entropy, second.tokens + 1, third.tokens + 1, fourth.tokens + 1, fourth.status
 
-    logits, drafts = torch.randn(2, 5, 33), torch.randint(33, (2, 5))
-    temperature, out = torch.tensor([1.0, 0.7]), verdict_of(2, 4)
+    logits, drafts, probs = torch.randn(2, 5, 33), torch.randint(33, (2, 5)), torch.rand(2, 5, 33)
+    rest = (torch.tensor([1.0, 0.7]), probs, torch.tensor([4, 5]))
+    out = verdict_of(2, 4)
     compiled = torch.compile(step, fullgraph=True, backend="eager")
-    for actual, expected in zip(
-        compiled(logits, drafts, temperature, out), step(logits, drafts, temperature, verdict_of(2, 4)), strict=True
-    ):
-        assert torch.equal(actual, expected)
-    assert torch.equal(out.tokens + 1, expected)
+    expected = step(logits, drafts, *rest, verdict_of(2, 4))
+    for actual, right in zip(compiled(logits, drafts, *rest, out), expected, strict=True):
+        assert torch.equal(actual, right)
+    assert torch.equal(out.tokens + 1, expected[2])
 
 
-def test_numbers_and_tensors_of_numbers_mean_the_same(backend):
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_and_tensors_of_numbers_mean_the_same(backend, mode):
     logits, drafts = torch.randn(2, 5, 33), torch.randint(33, (2, 5))
     numbers = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "epsilon": 0.2, "delta": 0.4}
     counts = {"top_k": 20, "seed": 11, "position": 5}
     tensors = {name: torch.full((2,), value) for name, value in {**numbers, **counts}.items()}
-    scalars = call(logits=logits, draft_tokens=drafts, mode="typical", backend=backend, **numbers, **counts)
-    rows = call(logits=logits, draft_tokens=drafts, mode=int32([1, 1]), backend=backend, **tensors)
-    assert all(torch.equal(a, b) for a, b in zip(scalars, rows, strict=True))
+    given = {"logits": logits, "draft_tokens": drafts, "backend": backend}
+    if mode == "rejection":
+        given.update(drafting="iid", draft_probs=torch.rand(2, 5, 33))
+    scalars = call(mode=mode, **given, **numbers, **counts)
+    for code in (int32([MODES.index(mode)] * 2), torch.tensor([MODES.index(mode)] * 2, dtype=torch.uint8), [mode] * 2):
+        rows = call(mode=code, **given, **tensors)
+        assert all(torch.equal(a, b) for a, b in zip(scalars, rows, strict=True))

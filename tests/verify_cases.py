@@ -53,6 +53,15 @@ def random_case(batch: int, parents: list[int], vocab_size: int, dtype: torch.dt
     return logits, drafts
 
 
+def nearby_rows(logits: torch.Tensor, parents: list[int], dtype: torch.dtype = torch.float32, seed: int = 0):
+    """Draft rows [B, N, V] that are like the target's at each node's parent; the root's is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    above = logits[:, [max(parent, 0) for parent in parents]].float()
+    probs = torch.softmax(above + torch.randn(above.shape, generator=generator), -1)
+    probs[:, 0] = torch.nan
+    return probs.to(dtype)
+
+
 def assert_same(verdict: ck.Verdict, expected: ck.Verdict, rows=slice(None)) -> None:
     for name in ("tokens", "num_accepted", "path", "status"):
         torch.testing.assert_close(getattr(verdict, name), getattr(expected, name)[rows], rtol=0, atol=0)

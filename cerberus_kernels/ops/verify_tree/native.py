@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..._native import function
-from .parameters import NUM_INPUTS, PARAMETERS, check_rows
+from .parameters import NUM_INPUTS, PARAMETERS, check_rejection, check_rows
 
 _COUNT = len(PARAMETERS)
 
@@ -23,5 +23,7 @@ def verify_tree_out(*args: Any) -> None:
     try:
         verify_tree_of_values(*inputs, *values, *outputs)
     except ValueError:
-        check_rows(rows)  # says it in words
+        check_rows(rows)  # says it in words, as the next does
+        modes = [scalars[0]] if rows[0] is None else rows[0].tolist()
+        check_rejection(modes, drafting=inputs[-1], draft_probs=inputs[5])
         raise
