@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -148,10 +150,65 @@ def test_writes_nothing_beyond_its_output():
     weight, x, _ = make(50, 33, 5, torch.bfloat16)
     packed = ck.pack_linear(weight)
     room = torch.full((7, 50), 7.0, dtype=torch.bfloat16)
-    function(x, packed.panels, None, room[1:6])
+    function(x, packed.panels, None, None, 0.0, False, None, room[1:6])
     assert (room[0] == 7).all()
     assert (room[6] == 7).all()
     assert torch.equal(room[1:6], ck.packed_linear(x, packed, backend="native"))
+
+
+AROUND = [
+    {"norm": True},
+    {"gated": True},
+    {"residual": True},
+    {"norm": True, "residual": True},
+    {"gated": True, "residual": True},
+]
+
+
+def around(kinds, shape, rows, dtype):
+    """x and the keywords for the steps around the product."""
+    out_features, in_features = shape
+    x = torch.randn(rows, in_features * (2 if "gated" in kinds else 1)).to(dtype)
+    keywords = {"eps": 1e-3}
+    if "gated" in kinds:
+        keywords["gated"] = True
+    if "norm" in kinds:
+        keywords["norm_weight"] = torch.randn(in_features).to(dtype)
+    if "residual" in kinds:
+        keywords["residual"] = torch.randn(rows, out_features).to(dtype)
+    return x, keywords
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kinds", AROUND, ids=lambda kinds: "-".join(kinds))
+def test_steps_around_the_product_agree_at_every_level(level, dtype, kinds):
+    for shape in ((576, 576), (49, 3), (50, 191), (1, 1)):
+        weight, _, bias = make(*shape, 1, dtype)
+        packed = ck.pack_linear(weight)
+        x, keywords = around(kinds, shape, 9, dtype)
+        got = ck.packed_linear(x, packed, bias=bias, backend="native", **keywords)
+        assert_close(got, ck.packed_linear(x, packed, bias=bias, backend="reference", **keywords))
+        for row in range(9):
+            alone = {name: value[row : row + 1] if name == "residual" else value for name, value in keywords.items()}
+            single = ck.packed_linear(x[row : row + 1], packed, bias=bias, backend="native", **alone)
+            assert torch.equal(single[0], got[row])
+
+
+def test_steps_around_the_product_are_those_of_a_llama_layer():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    for dtype in DTYPES:
+        config = LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4)
+        mlp, norm = LlamaMLP(config).to(dtype), LlamaRMSNorm(48, eps=1e-5).to(dtype)
+        norm.weight.data.normal_()
+        x = torch.randn(4, 48).to(dtype)
+        with torch.no_grad():
+            expected = x + mlp(norm(x))
+            both = ck.pack_linear(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            down = ck.pack_linear(mlp.down_proj.weight)
+            inner = ck.packed_linear(x, both, norm_weight=norm.weight, eps=1e-5)
+            assert_close(ck.packed_linear(inner, down, gated=True, residual=x), expected)
 
 
 def test_refusals_name_argument_constraint_and_value():
@@ -172,6 +229,26 @@ def test_refusals_name_argument_constraint_and_value():
         ck.packed_linear(torch.ones(2, 6), torch.ones(4, 6))
     with pytest.raises(ValueError, match=r"packed_linear: bias must be of shape \[4\], got \[5\]"):
         ck.packed_linear(torch.ones(2, 6), packed, bias=torch.ones(5))
+    x = torch.ones(2, 6)
+    for keywords, message in (
+        ({"gated": True}, "x must be of shape [.., 12], got [2, 6]"),
+        ({"gated": 1}, "gated must be True or False, got 1"),
+        ({"eps": -1.0, "norm_weight": x[0]}, "eps must be >= 0, got -1.0"),
+        ({"norm_weight": torch.ones(5)}, "norm_weight must be of shape [6], got [5]"),
+        ({"norm_weight": torch.ones(6).half()}, "norm_weight must be of dtype float32, got float16"),
+        ({"residual": torch.ones(2, 5)}, "residual must be of shape [2, 4], got [2, 5]"),
+        ({"residual": torch.ones(4, 2).t()}, "residual must be contiguous"),
+        ({"residual": torch.ones(2, 4).half()}, "residual must be of dtype float32, got float16"),
+    ):
+        for backend in ("native", "reference"):
+            with pytest.raises(ValueError, match=re.escape(f"packed_linear: {message}")):
+                ck.packed_linear(x, packed, backend=backend, **keywords)
+    gated = {"gated": True, "norm_weight": torch.ones(6)}
+    with pytest.raises(ValueError, match=re.escape("norm_weight must be None with gated, got shape [6]")):
+        ck.packed_linear(torch.ones(2, 12), packed, **gated)
+    half = ck.pack_linear(torch.ones(4, 6).half())
+    with pytest.raises(ValueError, match="out_dtype must be x's dtype with a residual, got float32"):
+        ck.packed_linear(x.half(), half, out_dtype=torch.float32, residual=torch.ones(2, 4).half())
     with pytest.raises(ValueError, match="packed_linear: out_dtype must be x's dtype or float32, got float16"):
         ck.packed_linear(torch.ones(2, 6), packed, out_dtype=torch.float16)
     with pytest.raises(ValueError, match="packed_linear: x must be free of gradients"):

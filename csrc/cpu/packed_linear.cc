@@ -3,6 +3,8 @@
 // input, whatever the number of rows or threads, so a row's result depends on nothing but the row.
 #include "cerberus/packed_linear.h"
 
+#include <type_traits>
+
 #include "parallel.h"
 #include "simd.h"
 
@@ -169,6 +171,15 @@ CERBERUS_SIMD PanelRows<T> panel_rows_for(int64_t rows) {
   }
 }
 
+// A value as the element type holds it.
+template <typename T>
+CERBERUS_SIMD Floats rounded(Floats value) {
+  if (std::is_same<T, float>::value) return value;
+  T lanes[kLanes];
+  store(lanes, value);
+  return load(lanes);
+}
+
 // Passes over a block that `rows` rows take.
 CERBERUS_SIMD int64_t num_passes(int64_t rows) {
   const int64_t rest = rows % kTileRows;
@@ -176,18 +187,21 @@ CERBERUS_SIMD int64_t num_passes(int64_t rows) {
   return full + (rest > 0 ? kPanelVectors / vectors_for(static_cast<int>(rest)) : 0);
 }
 
-// out[r, c] = round(total[r, c] + bias[c]) for the panel's outputs.
+// out[r, c] = round(total[r, c] + bias[c]), or round(that + residual[r, c]), for the panel's outputs.
 template <typename T, typename Out>
-CERBERUS_SIMD void write(const float* total, const T* bias, int64_t rows, int64_t columns, int64_t out_stride,
-                         Out* out) {
+CERBERUS_SIMD void write(const float* total, const T* bias, const Out* residual, int64_t rows,
+                         int64_t columns, int64_t out_stride, Out* out) {
   for (int64_t r = 0; r < rows; ++r) {
-    if (bias) {
-      for (int64_t c = 0; c < columns; ++c) out[c] = from_float<Out>(total[c] + to_float(bias[c]));
-    } else {
-      for (int64_t c = 0; c < columns; ++c) out[c] = from_float<Out>(total[c]);
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t count = columns - c;
+      Floats sum = load(total + c);
+      if (bias) sum += load_first(bias + c, count);
+      if (residual) sum = rounded<Out>(sum) + load_first(residual + c, count);
+      store_first(out + c, sum, count);
     }
     total += kPanelWidth;
     out += out_stride;
+    if (residual) residual += out_stride;
   }
 }
 
@@ -196,6 +210,7 @@ void panels(const PackedLinearArgs& args, int64_t first_panel, int64_t last_pane
   const T* packed = static_cast<const T*>(args.panels);
   const T* bias = static_cast<const T*>(args.bias);
   Out* out = static_cast<Out*>(args.out);
+  const Out* residual = static_cast<const Out*>(args.residual);
   const int64_t x_stride = packed_linear_scratch_stride(args.in_features);
   const int64_t steps = num_steps(args.in_features);
   alignas(64) float total[kRowBlock * kPanelWidth];
@@ -218,27 +233,49 @@ void panels(const PackedLinearArgs& args, int64_t first_panel, int64_t last_pane
                                       total + r * kPanelWidth, ahead);
         }
       }
-      write(total, bias ? bias + column : bias, rows, columns, args.out_features,
-            out + row * args.out_features + column);
+      const int64_t at = row * args.out_features + column;
+      write(total, bias ? bias + column : bias, residual ? residual + at : residual, rows, columns,
+            args.out_features, out + at);
     }
   }
 }
 
+// A row of x as floats, after what goes before the product. Stores whole vectors: the scratch has room for
+// them.
 template <typename T>
-void copy_rows(const PackedLinearArgs& args) {
-  const int64_t stride = packed_linear_scratch_stride(args.in_features);
-  const int64_t padded = num_steps(args.in_features) * kStepDepth;
-  for (int64_t row = 0; row < args.rows; ++row) {
-    const T* from = static_cast<const T*>(args.x) + row * args.x_stride;
-    float* to = args.scratch + row * stride;
-    for (int64_t i = 0; i < args.in_features; ++i) to[i] = to_float(from[i]);
-    for (int64_t i = args.in_features; i < padded; ++i) to[i] = 0.0f;
+CERBERUS_SIMD void prepare_row(const PackedLinearArgs& args, const T* from, float* to) {
+  const T* norm = static_cast<const T*>(args.norm_weight);
+  float scale = 1.0f;
+  if (norm) {
+    Floats squares{};
+    for (int64_t i = 0; i < args.in_features; i += kLanes) {
+      const Floats x = load_first(from + i, args.in_features - i);
+      squares = multiply_add(x, x, squares);
+    }
+    scale = 1.0f / sqrtf(horizontal_sum(squares) / static_cast<float>(args.in_features) + args.eps);
   }
+  for (int64_t i = 0; i < args.in_features; i += kLanes) {
+    const int64_t count = args.in_features - i;
+    Floats x = load_first(from + i, count);
+    if (args.gated) {
+      const Floats silu = rounded<T>(x / (1.0f + exponential(-x)));
+      x = rounded<T>(silu * load_first(from + args.in_features + i, count));
+    }
+    if (norm) x = rounded<T>(rounded<T>(x * scale) * load_first(norm + i, count));
+    store(to + i, x);
+  }
+  if (args.in_features % kStepDepth != 0) to[args.in_features] = 0.0f;
 }
 
 template <typename T>
 void run(const PackedLinearArgs& args) {
-  copy_rows<T>(args);
+  const int64_t stride = packed_linear_scratch_stride(args.in_features);
+  const int64_t row_work = args.in_features * (args.gated ? 8 : 1);
+  cpu::parallel_for(args.rows, 1 + 32768 / row_work, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      prepare_row(args, static_cast<const T*>(args.x) + row * args.x_stride, args.scratch + row * stride);
+    }
+  });
   // A thread is worth waking for some 32 thousand multiplications per row of x.
   const int64_t panel_work = args.in_features * kPanelWidth * (1 + args.rows / 4);
   cpu::parallel_for(num_panels(args.out_features), 1 + 32768 / panel_work, [&](int64_t first, int64_t last) {

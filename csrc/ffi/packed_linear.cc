@@ -16,8 +16,10 @@ void check_dtype(const char* name, const TensorView& tensor, DType dtype) {
 }
 
 // x is [.., in], out [.., out]: leading dimensions count as rows, which needs x contiguous where it has
-// several.
-void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias, TensorView out) {
+// several. A gated x is [.., 2 * in].
+void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias,
+                   Optional<TensorView> norm_weight, double eps, bool gated, Optional<TensorView> residual,
+                   TensorView out) {
   PackedLinearArgs args{};
   const int last = x.ndim() - 1;
   if (last < 0) TVM_FFI_THROW(ValueError) << kOp << ": x must have at least 1 dimension, got 0";
@@ -36,9 +38,13 @@ void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias, T
     args.rows *= x.size(dim);
     check_size(kOp, "out", out, dim, x.size(dim));
   }
-  args.in_features = x.size(last);
+  if (gated && x.size(last) % 2 != 0) {
+    TVM_FFI_THROW(ValueError) << kOp << ": x must be of even width if gated, got " << x.size(last);
+  }
+  args.gated = gated;
+  args.in_features = gated ? x.size(last) / 2 : x.size(last);
   args.out_features = out.size(last);
-  args.x_stride = last == 1 ? x.stride(0) : args.in_features;
+  args.x_stride = last == 1 ? x.stride(0) : x.size(last);
 
   check_dtype("panels", panels, args.dtype);
   check_ndim(kOp, "panels", panels, 3);
@@ -52,6 +58,25 @@ void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias, T
     check_contiguous(kOp, "bias", bias.value());
     check_size(kOp, "bias", bias.value(), 0, args.out_features);
     args.bias = bias.value().data_ptr();
+  }
+  if (norm_weight.has_value()) {
+    if (gated) TVM_FFI_THROW(ValueError) << kOp << ": norm_weight must be None with gated";
+    check_dtype("norm_weight", norm_weight.value(), args.dtype);
+    check_ndim(kOp, "norm_weight", norm_weight.value(), 1);
+    check_contiguous(kOp, "norm_weight", norm_weight.value());
+    check_size(kOp, "norm_weight", norm_weight.value(), 0, args.in_features);
+    args.norm_weight = norm_weight.value().data_ptr();
+    args.eps = static_cast<float>(eps);
+    if (!(eps >= 0)) TVM_FFI_THROW(ValueError) << kOp << ": eps must be >= 0, got " << eps;
+  }
+  if (residual.has_value()) {
+    const TensorView added = residual.value();
+    check_dtype("residual", added, args.dtype);
+    if (args.out_dtype != args.dtype) TVM_FFI_THROW(ValueError) << kOp << ": residual needs out_dtype of x";
+    check_ndim(kOp, "residual", added, x.ndim());
+    check_contiguous(kOp, "residual", added);
+    for (int dim = 0; dim <= last; ++dim) check_size(kOp, "residual", added, dim, out.size(dim));
+    args.residual = added.data_ptr();
   }
   args.x = x.data_ptr();
   args.panels = panels.data_ptr();

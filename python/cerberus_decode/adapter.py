@@ -39,6 +39,26 @@ class TreeContext:
         self.mask = mask
         self.layers_run = 0
 
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        softcap: float = 0.0,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Put the nodes' keys and values, ``[B, N, Hkv, Dh]``, into the cache and attend; ``[B, N, Hq, Dh]``."""
+        key_cache, value_cache = self.cache.write(layer, keys, values)
+        self.layers_run += 1
+        lengths = self.cache.prefix_lens
+        attended = ck.tree_attention(
+            queries, key_cache, value_cache, self.mask, lengths, scale=scale, softcap=softcap, window=window
+        )
+        assert isinstance(attended, torch.Tensor)  # without return_lse
+        return attended
+
 
 def _tree_attention(
     module: torch.nn.Module,
@@ -59,19 +79,8 @@ def _tree_attention(
         raise ModelUnsupported(f"{type(module).__name__} drops the keyword {CONTEXT_KEYWORD} on its way to attention")
     if s_aux is not None:
         raise ModelUnsupported(f"{type(module).__name__} uses attention sinks, which tree_attention does not have")
-    keys, values = context.cache.write(module.layer_idx, key.transpose(1, 2), value.transpose(1, 2))
-    context.layers_run += 1
-    attended = ck.tree_attention(
-        query.transpose(1, 2),
-        keys,
-        values,
-        context.mask,
-        context.cache.prefix_lens,
-        scale=scaling,
-        softcap=softcap or 0.0,
-        window=sliding_window,
-    )
-    return attended, None
+    parts = (part.transpose(1, 2) for part in (query, key, value))
+    return context.attend(module.layer_idx, *parts, scaling, softcap or 0.0, sliding_window), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,8 @@ from torch import nn
 import cerberus_kernels as ck
 from cerberus_kernels import _native
 
+from .fused_layers import can_fuse, fuse, is_fused
+
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -138,7 +140,8 @@ def optimize(model: Model, *, linear: str = "auto") -> Model:
     Every plain ``nn.Linear`` is replaced, ``lm_head`` too; where a weight is tied to the embedding, the embedding
     keeps the original, else the unpacked weight is freed. Results stay within the dtype's rounding: sums are fp32,
     rounded once, and a row's result does not depend on the other rows. The names and values in ``state_dict()`` do not
-    change. For inference only. A second call changes nothing.
+    change. Decoder layers of Llama, Mistral and Qwen2 models (without sliding windows) also run in few calls over
+    draft trees, see :mod:`.fused_layers`. For inference only. A second call changes nothing.
 
     Args:
         model: any module, changed in place.
@@ -181,6 +184,9 @@ def optimize(model: Model, *, linear: str = "auto") -> Model:
         if id(child) not in packed:  # a module may hang in several places
             packed[id(child)] = PackedLinear(child, tied=uses[id(child.weight)] > 1).train(child.training)
         setattr(parent, name, packed[id(child)])
+    for module in model.modules():
+        if can_fuse(module):
+            fuse(module)
     logger.info("optimize: %s", describe(model))
     return model
 
@@ -189,7 +195,9 @@ def describe(model: nn.Module) -> str:
     """One line on what :func:`optimize` made of ``model``, for a report."""
     count = sum(isinstance(module, PackedLinear) for module in model.modules())
     if count:
-        return f"{count} linear layer{'s' if count > 1 else ''} packed"
+        fused = sum(map(is_fused, model.modules()))
+        text = f"{count} linear layer{'s' if count > 1 else ''} packed"
+        return f"{text}, {fused} decoder layers fused" if fused else text
     plain = [m.weight for m in model.modules() if type(m) is nn.Linear and m.weight.dtype in FLOATS]
     reasons = {
         choose_linear(weight.dtype).reason if weight.device.type == "cpu" else f"it is on {weight.device.type}"

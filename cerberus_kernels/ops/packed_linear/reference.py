@@ -2,6 +2,9 @@
 
     out[t, o] = round(sum_i x[t, i] * weight[o, i] + bias[o]), summed in fp32, rounded once
 
+Before the product x may go through a SiLU gate (its first half gates its second) and RMS normalisation, after it a
+residual may be added; each of these steps rounds where the layers of a Llama model round.
+
 The weight ``[out, in]`` is cut into panels of PANEL_WIDTH outputs, and each panel is stored along ``in``, two inputs
 (a step) at a time, so that a kernel reads it once from front to back. Within a step, 16-bit brain floats lie as
 ``[PANEL_WIDTH, 2]``: the two inputs of one output share a 32-bit word, and a shift or a mask turns a vector of words
@@ -45,8 +48,22 @@ def packed_linear(
     out_features: int,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [.., in], panels of a weight [out, in], bias [out] or None -> [.., out] in out_dtype, by default x's."""
+    """x [.., in] or, gated, [.., 2 in]; panels of a weight [out, in], bias [out] or None -> [.., out] in out_dtype.
+
+    out_dtype is x's by default. norm_weight [in] of x's dtype, residual [.., out] of x's dtype.
+    """
+    if gated:
+        gate, value = x.chunk(2, -1)
+        x = torch.nn.functional.silu(gate.float()).to(x.dtype) * value
+    if norm_weight is not None:
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        x = (x.float() * scale).to(x.dtype) * norm_weight
     weight = unpack(panels, out_features, x.shape[-1]).float()
     product = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
-    return product.to(out_dtype or x.dtype)
+    product = product.to(out_dtype or x.dtype)
+    return product if residual is None else residual + product

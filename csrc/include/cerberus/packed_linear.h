@@ -21,13 +21,17 @@ struct PackedLinearArgs {
   const void* x;  // [rows, in_features] of `dtype`, rows contiguous
   const void*
       panels;  // [num_panels(out_features), num_steps(in_features), kStepDepth * kPanelWidth] of `dtype`
-  const void* bias;  // [out_features] of `dtype`, or null
-  void* out;         // [rows, out_features] of `out_dtype`, contiguous, written whole
-  float* scratch;    // packed_linear_scratch(rows, in_features) floats
+  const void* bias;         // [out_features] of `dtype`, or null
+  const void* norm_weight;  // [in_features] of `dtype`: x goes through RMS normalisation first; or null
+  const void* residual;  // [rows, out_features] of `dtype`, contiguous, added to the rounded product; or null
+  void* out;             // [rows, out_features] of `out_dtype`, contiguous, written whole
+  float* scratch;        // packed_linear_scratch(rows, in_features) floats
   int64_t rows;
   int64_t in_features;
   int64_t out_features;
   int64_t x_stride;  // elements between two rows of x
+  float eps;         // of the normalisation
+  bool gated;        // x is [rows, 2 * in_features]: SiLU of a row's first half times its second goes in
   DType dtype;
   DType out_dtype;  // `dtype` or f32
 };
