@@ -39,13 +39,13 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp $(PACKAGE)
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(wildcard tests/cpp/*.cc)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(wildcard tests/cpp/*.cc examples/cpp/*.cc)
 	$(BIN)/mypy
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(NATIVE) $(wildcard tests/cpp/*.cc)
+	$(BIN)/clang-format -i $(NATIVE) $(wildcard tests/cpp/*.cc examples/cpp/*.cc)
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest

@@ -106,14 +106,17 @@ def installed(tmp_path_factory) -> Path:
     return prefix
 
 
+def build_consumer(source: Path, installed: Path, build: Path) -> Path:
+    """A program built against the installed library; the folder it lies in."""
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+    output(tool("cmake"), "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={installed}", *generator)
+    output(tool("cmake"), "--build", build)
+    return build
+
+
 @pytest.fixture(scope="module")
 def consumer(installed, tmp_path_factory) -> Path:
-    """tests/cpp built against the installed library."""
-    build = tmp_path_factory.mktemp("consumer")
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
-    output(tool("cmake"), "-S", ROOT / "tests" / "cpp", "-B", build, f"-DCMAKE_PREFIX_PATH={installed}", *generator)
-    output(tool("cmake"), "--build", build)
-    return build / "tree_mask"
+    return build_consumer(ROOT / "tests" / "cpp", installed, tmp_path_factory.mktemp("consumer")) / "tree_mask"
 
 
 def test_cmake_installs_library_headers_and_configuration(installed):
@@ -137,6 +140,12 @@ def test_objects_of_a_level_hold_no_symbol_that_another_level_could_share(instal
 
 def test_a_cpp_program_finds_and_calls_the_library(consumer):
     assert output(consumer, CERBERUS_CPU_ISA="").split()[1:] == ["1", "3", "5", "11", "21"]
+
+
+def test_the_verify_example_prints_the_verdict(installed, tmp_path):
+    example = build_consumer(ROOT / "examples" / "cpp", installed, tmp_path) / "verify"
+    verdict = "accepted 2, path 0 2 4, tokens 5 2 11, status 0"
+    assert output(example).splitlines() == [f"greedy: {verdict}", f"sample: {verdict}"]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -29,6 +29,7 @@ _HOMES = {
     "Policy": "policy",
     "Result": "decode",
     "Step": "decode",
+    "custom_generate": "transformers_generate",
 }
 __all__ = [
     "Adapter",
@@ -46,6 +47,7 @@ __all__ = [
     "Policy",
     "Result",
     "Step",
+    "custom_generate",
 ]
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from .heads import DraftHeads, HeadsConfig
     from .metrics import Metrics
     from .policy import AutoRegressive, FixedTree, Gated, Policy
+    from .transformers_generate import custom_generate
 
 
 def __getattr__(name: str) -> Any:

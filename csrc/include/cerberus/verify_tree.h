@@ -45,37 +45,40 @@ struct FloatColumn {
   CERBERUS_HD float operator[](int64_t b) const { return data == nullptr ? value : data[b * stride]; }
 };
 
+// The caller answers for trees that first_malformed_node passes, for num_nodes in [1, nodes], for parameters
+// in the ranges of the Python function, and in rejection mode for draft_probs.
 struct VerifyTreeArgs {
-  const void*
-      logits;  // [batch, nodes, vocab_size] or, with cu_nodes, [nodes, vocab_size]; vocabulary contiguous
-  DType dtype;
-  int64_t logits_batch_stride;
-  int64_t logits_row_stride;
-  const void* draft_tokens;  // [batch, nodes] or [nodes], int64 if wide_tokens, else int32
-  bool wide_tokens;
-  int64_t tokens_stride;
-  const int32_t* parents;    // [batch, nodes] or [nodes]; checked by the caller
-  int64_t parents_stride;    // 0: one tree for all
-  const int32_t* num_nodes;  // [batch] or null
-  const int32_t* cu_nodes;   // [batch + 1] or null
-  const void* draft_probs;  // rows as of logits, of what each node was drawn from, or null: no rejection mode
-  DType draft_dtype;
-  int64_t draft_batch_stride;
-  int64_t draft_row_stride;
-  Drafting drafting;
-  int64_t batch;
-  int64_t nodes;
-  int64_t vocab_size;
-  int64_t max_depth;
-  IntegerColumn mode, top_k, seed, position;
-  FloatColumn temperature, top_p, min_p, epsilon, delta;
-  int32_t* tokens;        // [batch, max_depth + 1]
-  int32_t* num_accepted;  // [batch]
-  int32_t* path;          // [batch, max_depth + 1]
-  float* entropy;         // [batch]
-  uint8_t* status;        // [batch]
-  char* workspace;        // verify_tree_workspace bytes, aligned to 64
-  int64_t slots;  // above 1: requests run side by side, each in a slot of the workspace; 1: one after another
+  const void* logits = nullptr;  // [batch, nodes, vocab_size] or [nodes, vocab_size], vocabulary contiguous
+  DType dtype = DType::f32;
+  int64_t logits_batch_stride = 0;
+  int64_t logits_row_stride = 0;
+  const void* draft_tokens = nullptr;  // [batch, nodes] or [nodes], int64 if wide_tokens, else int32
+  bool wide_tokens = false;
+  int64_t tokens_stride = 0;
+  const int32_t* parents = nullptr;    // [batch, nodes] or [nodes]; checked by the caller
+  int64_t parents_stride = 0;          // 0: one tree for all
+  const int32_t* num_nodes = nullptr;  // [batch] or null
+  const int32_t* cu_nodes = nullptr;   // [batch + 1] or null; without it logits have a batch dimension
+  const void* draft_probs = nullptr;   // as logits: what each node was drawn from, for rejection mode
+  DType draft_dtype = DType::f32;
+  int64_t draft_batch_stride = 0;
+  int64_t draft_row_stride = 0;
+  Drafting drafting = Drafting::deterministic;
+  int64_t batch = 0;
+  int64_t nodes = 0;
+  int64_t vocab_size = 0;
+  int64_t max_depth = 0;
+  IntegerColumn mode{}, top_k{}, seed{}, position{};  // mode: a VerifyMode; top_k: 0 keeps all
+  FloatColumn temperature{nullptr, 0, 1.0f}, top_p{nullptr, 0, 1.0f}, min_p{};
+  FloatColumn epsilon{nullptr, 0, 0.09f}, delta{nullptr, 0, 0.3f};
+  int32_t* tokens = nullptr;        // [batch, max_depth + 1]
+  int32_t* num_accepted = nullptr;  // [batch]
+  int32_t* path = nullptr;          // [batch, max_depth + 1]
+  float* entropy = nullptr;         // [batch]
+  uint8_t* status = nullptr;        // [batch]
+  char* workspace = nullptr;        // verify_tree_workspace bytes, aligned to 64
+  int64_t slots =
+      1;  // above 1: requests run side by side, each in a slot of the workspace; 1: one after another
 };
 
 // One request's nodes.
