@@ -8,12 +8,13 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name
 PACKAGE := pyproject.toml setup.py CMakeLists.txt $(NATIVE)
 QUICK_BENCH := --benchmark-only --benchmark-min-rounds=1 --benchmark-max-time=0.05 --benchmark-warmup=off
 
-.PHONY: help build lint format test bench bench-quick demo clean distclean
+.PHONY: help build lint format test sanitize bench bench-quick demo clean distclean
 
 help:
 	@echo "make build        compile and install into .venv"
 	@echo "make demo         generate text, then compare decoding methods in a table"
 	@echo "make test         run the tests"
+	@echo "make sanitize     run the operators' tests on a build that stops at bad memory accesses"
 	@echo "make lint         check style and types; make format fixes the style"
 	@echo "make bench        time every operator against its reference; bench-quick only runs each once"
 	@echo "make clean        remove what was built; distclean removes .venv too"
@@ -55,6 +56,9 @@ bench: $(VENV)/dev.stamp
 
 bench-quick: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest bench $(QUICK_BENCH)
+
+sanitize: $(VENV)/dev.stamp
+	PYTHON=$(BIN)/python tests/sanitize.sh
 
 demo: $(VENV)/decode.stamp
 	$(BIN)/cerberus generate "Explain in three sentences why the sky is blue." --max-new-tokens 96

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 from .source_hash import source_hash
 
 _PACKAGE = Path(__file__).resolve().parent
-_LIBRARY = _PACKAGE / "lib" / "libcerberus_ffi.so"
+# The variable names another build of the binding, such as the one of `make sanitize`.
+_LIBRARY = Path(os.environ.get("CERBERUS_LIBRARY") or _PACKAGE / "lib" / "libcerberus_ffi.so")
 _REBUILD = "build it with `pip install -e .` (or `pip install .`)"
 
 

@@ -12,9 +12,13 @@ CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
 namespace isa_avx2 {
 CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
 }
+#ifdef CERBERUS_AVX512_LEVEL
 namespace isa_avx512 {
 CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
 }
+#else
+namespace isa_avx512 = isa_avx2;  // best_isa() never names it
+#endif
 #define CERBERUS_DEFINE(op, Args)      \
   void op(const Args& args) {          \
     switch (active_isa()) {            \

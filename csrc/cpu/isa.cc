@@ -33,8 +33,12 @@ Isa best_isa() {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+#ifdef CERBERUS_AVX512_LEVEL
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    const bool avx512 = false;
+#endif
     return avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::baseline;
   }();
   return best;

@@ -31,6 +31,12 @@ void set_isa(tvm::ffi::String name) {
   }
 }
 
+#ifdef CERBERUS_SANITIZE
+// Undefined, on purpose, where the sum does not fit: shows that a sanitized build stops there.
+int64_t unchecked_sum(int64_t a, int64_t b) { return a + b; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unchecked_sum, unchecked_sum);
+#endif
+
 }  // namespace
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(source_hash, source_hash);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(thread_runtime, thread_runtime);
