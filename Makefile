@@ -58,7 +58,7 @@ bench-quick: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest bench $(QUICK_BENCH)
 
 sanitize: $(VENV)/dev.stamp
-	PYTHON=$(BIN)/python tests/sanitize.sh
+	PYTHON=$(CURDIR)/$(BIN)/python tests/sanitize.sh
 
 demo: $(VENV)/decode.stamp
 	$(BIN)/cerberus generate "Explain in three sentences why the sky is blue." --max-new-tokens 96
