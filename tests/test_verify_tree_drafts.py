@@ -175,11 +175,19 @@ def test_rows_need_not_sum_to_one(backend, scale, drafting):
     assert_same(call(logits, drafts, T5, probs * scale, backend, drafting, **keys), expected)
 
 
-def test_mass_past_the_greatest_float_is_no_infinity(backend):
-    p, probs = log_rows([0.25] * 4, [0.25] * 4), torch.full((1, 2, 4), 3e38)
-    for seed in range(10):
-        verdict = call(p, int32([[0, 2]]), [-1, 0], probs, backend, seed=seed)
-        assert (verdict.num_accepted.item(), verdict.status.item()) == (1, 0)
+@pytest.mark.parametrize("drafting", SCHEMES)
+@pytest.mark.parametrize("scale", [2.0**-140, 2.0**-126, 3e38])
+def test_sums_and_their_inverses_may_leave_single_precision(scale, drafting):
+    """Rows of subnormal numbers, and rows whose sum is past the greatest float."""
+    logits, drafts = torch.randn(100, 4, 33), torch.randint(33, (100, 4))
+    probs = torch.rand(100, 4, 33)
+    probs = torch.where(probs > 0.3, probs, 0.0) * scale
+    results = [
+        call(logits, drafts, [-1, 0, 0, 0], probs, backend, drafting, seed=torch.arange(100))
+        for backend in ("native", "reference")
+    ]
+    assert_same(*results)
+    assert 10 < (results[0].num_accepted == 0).sum() < 90
 
 
 @pytest.mark.parametrize("drafting", SCHEMES)

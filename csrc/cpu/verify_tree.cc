@@ -271,6 +271,7 @@ struct Residual {
   double total;
   int32_t best;       // token of the greatest mass
   int64_t num_tried;  // tokens taken out of later draft rows, in slot.candidates
+  float scale;        // of the draft row in hand, so that neither its sum nor one over it leaves fp32
 
   uint8_t read(int32_t at) {
     node = at;
@@ -286,7 +287,16 @@ struct Residual {
     return draft_rows + child * args.draft_row_stride * size;
   }
 
+  // A chunk of a draft row times `scale`; true if an entry is no probability.
   bool load(const char* draft, int64_t first, int64_t end, float* to) const {
+    const bool flaw = load_as_it_is(draft, first, end, to);
+    if (scale != 1.0f) {
+      for (int64_t i = 0; i < end - first; ++i) to[i] *= scale;
+    }
+    return flaw;
+  }
+
+  bool load_as_it_is(const char* draft, int64_t first, int64_t end, float* to) const {
     const int32_t* tried = reader.slot.candidates;
     switch (args.draft_dtype) {
       case DType::f32:
@@ -298,8 +308,16 @@ struct Residual {
     }
   }
 
-  // Sum of a draft row, 0 if it is no distribution.
-  double draft_total(const char* draft) const {
+  // Sum of a draft row times the scale that it needs, 0 if it is no distribution.
+  double draft_total(const char* draft) {
+    scale = 1.0f;
+    const double sum = scaled_total(draft);
+    if (sum == 0.0 || (sum > 0x1p-64 && sum < 0x1p96)) return sum;
+    scale = sum < 1.0 ? 0x1p64f : 0x1p-64f;
+    return scaled_total(draft);
+  }
+
+  double scaled_total(const char* draft) const {
     reader.each_chunk(kComputingGrain, [&](int64_t first, int64_t end, ChunkResult* result) {
       float mass_of[kVerifyChunk];
       result->flaw = load(draft, first, end, mass_of);
@@ -325,8 +343,8 @@ struct Residual {
     const char* draft = draft_row(child);
     const double sum = draft_total(draft);
     float lanes[kLanes], score;
-    load(draft, token, token + 1, lanes);
-    const double q = lanes[0];
+    load_as_it_is(draft, token, token + 1, lanes);
+    const double q = static_cast<double>(lanes[0]) * scale;
     if (!(sum > 0.0) || q == 0.0) return Trial::no_mass;
     const double p = mass ? mass[token] : reader.weight_at(node, token, known, rule, &score);
     const double toss = coin(rule.seed, rule.position + static_cast<uint64_t>(depth), ordinal);
@@ -478,7 +496,7 @@ Ending verify_rejection(const VerifyTreeArgs& args, int64_t b, const RowReader<T
   const int64_t first = first_row_offset(args, b, args.draft_batch_stride, args.draft_row_stride);
   const char* draft_rows =
       static_cast<const char*>(args.draft_probs) + first * (args.draft_dtype == DType::f32 ? 4 : 2);
-  Residual<T> residual{reader, rule, args, draft_rows, {}, 0, nullptr, 0.0, 0, 0};
+  Residual<T> residual{reader, rule, args, draft_rows, {}, 0, nullptr, 0.0, 0, 0, 1.0f};
   Ending ending{};
   ending.end = walk_rejection(
       tree, args.vocab_size, path, [&](int32_t node) { return residual.read(node); },
