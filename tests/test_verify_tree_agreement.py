@@ -156,3 +156,15 @@ def test_a_mixed_batch_does_not_depend_on_level_or_threads():
                 assert all(torch.equal(a, b) for a, b in zip(verdict, expected, strict=True))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("mode", ["typical", "sample"])
+def test_a_temperature_that_makes_all_scores_equal_leaves_filters_to_the_ids(backend, mode):
+    """(row - max) / T underflows to 0 for every token, so top_k=1 keeps id 0, which is not the greatest entry."""
+    logits = torch.zeros(1, 1, 16)
+    logits[0, 0, 12] = 1e-30
+    for seed in range(5):
+        verdict = ck.verify_tree(
+            logits, int32([[0]]), int32([-1]), mode=mode, temperature=1e30, top_k=1, seed=seed, backend=backend
+        )
+        assert verdict.tokens.tolist() == [[0]]

@@ -205,7 +205,12 @@ struct RowReader {
     if (known.status != 0 || !(1.0 > limit)) return known.best;
     if (*peaks_node != node) best_entry(node);
     const T* entries = row(node);
-    const float floor = gumbel(token_word(rule.seed, position, static_cast<uint32_t>(known.best)));
+    // The greatest entry is where to start from, unless a division that rounded all scores to 0 left the cut
+    // to ids.
+    float score;
+    const bool kept = weight_at(node, known.best, known, rule, &score) > 0.0f;
+    const float floor =
+        kept ? gumbel(token_word(rule.seed, position, static_cast<uint32_t>(known.best))) : -INFINITY;
     const auto rough = [&](float entry) __attribute__((always_inline)) {
       const float score = score_of_one(entry, known.greatest, rule.temperature);
       return score >= known.cut_score ? score : -INFINITY;
