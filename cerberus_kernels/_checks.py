@@ -15,6 +15,18 @@ def refuse(op: str, argument: str, constraint: str, got: object) -> NoReturn:
     raise ValueError(f"{op}: {argument} must be {constraint}, got {got}")
 
 
+def check_integer(op: str, argument: str, value: object) -> None:
+    """Refuse ``value`` unless it is an integer."""
+    if not isinstance(value, (int, torch.SymInt)):
+        refuse(op, argument, "an integer", repr(value))
+
+
+def check_number(op: str, argument: str, value: object) -> None:
+    """Refuse ``value`` unless it is an integer or a float."""
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        refuse(op, argument, "a number", repr(value))
+
+
 def check_tensor(
     op: str,
     argument: str,

@@ -33,6 +33,9 @@ _DEVICE_TYPES = {"CPU": "cpu", "CUDA": "cuda", "CompositeExplicitAutograd": "oth
 _ORDER = {"cpu": ("native", "reference"), "cuda": ("native", "triton", "reference"), "other": ("reference",)}
 
 
+# Arguments of the short way: what stands in for one of these, such as a NumPy array for a tensor, is refused in words.
+PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list}
+
 # What `Operator.attempt` gives where the call has to take the longer way.
 REFUSED: Any = type("Refused", (), {"__repr__": lambda self: "REFUSED"})()
 
@@ -109,6 +112,8 @@ class Operator:
         """
         if torch.compiler.is_compiling() or not self.goes_native(args, backend):
             return REFUSED
+        if kwargs and any(type(value) not in PLAIN for value in kwargs.values()):
+            return REFUSED
         try:
             return self.implementations["native"](*args, **kwargs)
         except Exception:
@@ -117,8 +122,8 @@ class Operator:
     def goes_native(self, args: Sequence[Any], backend: str) -> bool:
         """Whether a call may go to the native CPU function past torch's dispatcher, whose way costs several times more.
 
-        Only where nobody would see the difference: a plain CPU tensor first and no autograd, mode, transform or
-        profiler that wants to see the operator. A compiler must not come here.
+        Only where nobody would see the difference: plain arguments, the first that is given a CPU tensor, and no
+        autograd, mode, transform or profiler that wants to see the operator. A compiler must not come here.
         """
         native = self._native.get(backend)
         if native is None:
@@ -126,15 +131,14 @@ class Operator:
             native = self._native[backend] = known and self.backend_for("cpu", backend) == "native"
         if not native:
             return False
-        first = args[0]
-        while type(first) is not torch.Tensor:  # a list's first tensor, or the first argument that is given
-            if type(first) is list and first:
-                first = first[0]
-            elif first is None:
-                args = args[1:]
-                first = args[0]
-            else:
+        first = None
+        for value in args:
+            if type(value) not in PLAIN:
                 return False
+            if first is None:
+                first = value[0] if type(value) is list and value else value
+        if type(first) is not torch.Tensor:
+            return False
         if torch.is_grad_enabled() and (self._differentiable or first.requires_grad):
             return False
         return (

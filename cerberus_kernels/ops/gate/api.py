@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._checks import FLOATS, check_tensor, refuse
+from ..._checks import FLOATS, check_integer, check_number, check_tensor, refuse
 from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
@@ -155,10 +155,14 @@ def gate(
     columns = 0
     if logits is not None:
         columns = logits.shape[1] if vocab_size is None else vocab_size
+        check_integer(op, "vocab_size", columns)
         if not 1 <= columns <= logits.shape[1]:
             refuse(op, "vocab_size", f"in [1, {logits.shape[1]}]", columns)
     thresholds = None
-    if isinstance(threshold, torch.Tensor):
+    check_number(op, "eps", eps)
+    if not isinstance(threshold, torch.Tensor):
+        check_number(op, "threshold", threshold)
+    else:
         thresholds, threshold = threshold, 0.0
         check_tensor(op, "threshold", thresholds, dtypes=(torch.float32,), shape=[given.shape[0]], device=given.device)
     w1, b1, w2, b2 = weights or (None,) * 4

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._checks import FLOATS, check_tensor, refuse
+from ..._checks import FLOATS, check_integer, check_tensor, refuse
 from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
@@ -112,6 +112,8 @@ def head_topk(
         vocab_size = token_map.shape[0]
     if vocab_size is None:
         vocab_size = vocab_weight.shape[0]
+    check_integer(op, "vocab_size", vocab_size)
+    check_integer(op, "k", k)
     if not 1 <= vocab_size <= vocab_weight.shape[0]:
         refuse(op, "vocab_size", f"in [1, {vocab_weight.shape[0]}]", vocab_size)
     if not 1 <= k <= vocab_size:
@@ -127,7 +129,10 @@ def _attempt(
     states: Any, vocab_weight: Any, k: int, token_map: Any, vocab_size: int | None, backend: str
 ) -> Candidates | None:
     """The call as it is, where the native function takes it."""
-    if not isinstance(states, torch.Tensor) or not isinstance(vocab_weight, torch.Tensor) or not states.numel():
+    given = (states, vocab_weight) if token_map is None else (states, vocab_weight, token_map)
+    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim for tensor in given) or not states.numel():
+        return None
+    if type(k) is not int or states.layout != torch.strided or not (states.ndim == 2 or states.is_contiguous()):
         return None
     if vocab_size is None:
         vocab_size = (vocab_weight if token_map is None else token_map).shape[0]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._checks import FLOATS, check_tensor, refuse
+from ..._checks import FLOATS, check_number, check_tensor, refuse
 from ..._dispatch import REFUSED, Operator
 from . import native, reference
 
@@ -166,6 +166,7 @@ def _check(
     width = weight.in_features * (2 if gated else 1)
     if x.ndim == 0 or x.shape[-1] != width:
         refuse(op, "x", f"of shape [.., {width}]", list(x.shape))
+    check_number(op, "eps", eps)
     if not eps >= 0:
         refuse(op, "eps", ">= 0", eps)
     if norm_weight is not None:

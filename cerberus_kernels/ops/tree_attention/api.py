@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._checks import FLOATS, check_tensor, refuse
+from ..._checks import FLOATS, check_integer, check_number, check_tensor, refuse
 from ..._dispatch import REFUSED, Operator
 from ...tree import mask_words
 from . import native, reference
@@ -116,6 +116,10 @@ def tree_attention(
     """
     check_tensor(_OP, "q", q, ndim=4, dtypes=FLOATS)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    check_number(_OP, "scale", scale)
+    check_number(_OP, "softcap", softcap)
+    if window is not None:
+        check_integer(_OP, "window", window)
     if not math.isfinite(scale):
         refuse(_OP, "scale", "finite", scale)
     if not (softcap >= 0 and math.isfinite(softcap)):

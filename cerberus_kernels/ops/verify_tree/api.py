@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._checks import FLOATS, check_tensor, refuse
+from ..._checks import FLOATS, check_integer, check_tensor, refuse
 from ..._dispatch import Operator
 from . import native, reference
 from .parameters import (
@@ -241,7 +241,9 @@ def verify_tree(
     """
     first = 0 if position is None else position
     given = (mode, temperature, top_k, top_p, min_p, epsilon, delta, seed, first)
-    if not torch.compiler.is_compiling() and _operator.goes_native((logits,), backend):
+    if not torch.compiler.is_compiling() and _operator.goes_native(
+        (logits, draft_tokens, parents, num_nodes, cu_nodes, draft_probs, vocab_size, max_depth, *given[1:]), backend
+    ):
         inputs = (logits, draft_tokens, parents, num_nodes, cu_nodes, draft_probs)
         verdict = _run_native(inputs, vocab_size, max_depth, drafting, given, out)
         if verdict is not None:
@@ -250,6 +252,7 @@ def verify_tree(
     columns = logits.shape[-1]
     if vocab_size is None:
         vocab_size = columns
+    check_integer(OP, "vocab_size", vocab_size)
     if not 1 <= vocab_size <= columns:
         refuse(OP, "vocab_size", f"in [1, {columns}], the columns of logits", vocab_size)
     device = logits.device
@@ -334,6 +337,7 @@ def _check_tree(
     check_tensor(OP, "parents", parents, shape=(nodes,) if parents.ndim == 1 else shape)
     if max_depth is None:
         max_depth = nodes - 1
+    check_integer(OP, "max_depth", max_depth)
     if max_depth < 0:
         refuse(OP, "max_depth", ">= 0", max_depth)
     return batch, max_depth

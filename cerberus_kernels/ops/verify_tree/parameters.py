@@ -70,9 +70,9 @@ def mode_code(mode: Any, device: torch.device) -> Any:
             refuse(OP, "mode", _MODE_CONSTRAINT, repr(mode))
         return MODE_CODES[mode]
     if isinstance(mode, (list, tuple)):
-        unknown = next((name for name in mode if name not in MODE_CODES), None)
-        if unknown is not None:
-            refuse(OP, "mode", f"a list of names, each {_MODE_CONSTRAINT}", repr(unknown))
+        for name in mode:
+            if not isinstance(name, str) or name not in MODE_CODES:
+                refuse(OP, "mode", f"a list of names, each {_MODE_CONSTRAINT}", repr(name))
         return torch.tensor([MODE_CODES[name] for name in mode], dtype=torch.uint8, device=device)
     if not isinstance(mode, torch.Tensor):
         refuse(OP, "mode", "a name, a list of names or a tensor of codes", repr(mode))
@@ -81,7 +81,7 @@ def mode_code(mode: Any, device: torch.device) -> Any:
 
 def drafting_code(drafting: Any) -> int:
     """A drafting scheme's name to its code."""
-    if drafting not in DRAFTING_CODES:
+    if not isinstance(drafting, str) or drafting not in DRAFTING_CODES:
         refuse(OP, "drafting", f"one of {', '.join(DRAFTING_CODES)}", repr(drafting))
     return DRAFTING_CODES[drafting]
 
