@@ -112,7 +112,12 @@ def batches(draw):
                 row[draw(st.integers(0, vocab_size - 1))] = draw(st.sampled_from([math.nan, math.inf, -1.0]))
         drafts = [draw(st.integers(-1, vocab_size)) for _ in range(count)]
         parameters = {name: draw(strategy) for name, strategy in PARAMETERS.items()}
-        cases.append(verify_oracle.Case(rows, drafts, own[:count], draft_rows, **parameters))
+        case = verify_oracle.Case(rows, drafts, own[:count], draft_rows, **parameters)
+        for _ in range(draw(st.integers(0, 4))):  # put what comes next where it is looked for, so that paths grow
+            path, bonus, _ = verify_oracle.verify(case, count, "iid")
+            if case.children(path[-1]):
+                case.drafts[draw(st.sampled_from(case.children(path[-1])))] = bonus
+        cases.append(case)
     return cases, shared
 
 
