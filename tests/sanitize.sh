@@ -20,7 +20,8 @@ cmake -S . -B $build -G Ninja -DCERBERUS_SANITIZE=ON -DCERBERUS_AVX512="$avx512"
 cmake --build $build
 
 if [ $# -eq 0 ]; then
-  set -- -q tests/test_sanitize.py tests/test_verify_tree_agreement.py
+  set -- -q tests/test_sanitize.py tests/test_verify_tree_agreement.py tests/test_verify_tree_memory.py \
+    tests/test_verify_tree_drafts.py
   for operator in cerberus_kernels/ops/*/; do
     test -f "$operator/native.py" && set -- "$@" tests/test_"$(basename "$operator")".py
   done

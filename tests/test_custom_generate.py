@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import re
+import weakref
 
 import pytest
 import torch
 import transformers
 from cerberus_decode import Decoder, custom_generate, transformers_generate
-from decoding_models import OracleHeads, greedy, prompt, random_heads, tiny_llama
+from decoding_models import OracleHeads, build, greedy, prompt, random_heads, tiny_llama
 
 
 def ids(length: int = 9, batch: int = 1) -> torch.Tensor:
@@ -145,8 +148,37 @@ def test_the_decoder_is_kept_while_its_parts_are_the_same(monkeypatch):
             super().__init__(*parts)
 
     monkeypatch.setattr(transformers_generate, "Decoder", Counted)
-    monkeypatch.setattr(transformers_generate, "_decoders", type(transformers_generate._decoders)())
-    heads = random_heads()
+    model, heads = copy.deepcopy(tiny_llama()), random_heads()
     for given in (heads, heads, None):
-        tiny_llama().generate(ids(), custom_generate=custom_generate, max_new_tokens=2, pad_token_id=0, heads=given)
+        model.generate(ids(), custom_generate=custom_generate, max_new_tokens=2, pad_token_id=0, heads=given)
     assert len(made) == 2
+    copied = copy.deepcopy(model)
+    copied.generate(ids(), custom_generate=custom_generate, max_new_tokens=2, pad_token_id=0)
+    assert len(made) == 3
+    kept = weakref.ref(model)
+    made.clear()
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+def test_filters_that_the_caller_passes_count_too():
+    cold = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(1e-4)])
+    options = {"custom_generate": custom_generate, "max_new_tokens": 12, "do_sample": True, "pad_token_id": 0}
+    greedy_text = both(ids(), max_new_tokens=12, do_sample=False)[1]
+    assert torch.equal(tiny_llama().generate(ids(), logits_processor=cold, top_k=0, **options), greedy_text)
+    twice = transformers.LogitsProcessorList([transformers.TopPLogitsWarper(0.9)])
+    with pytest.raises(ValueError, match="in the order temperature, top_k, top_p, min_p, each once"):
+        tiny_llama().generate(ids(), logits_processor=twice, top_k=5, top_p=0.5, **options)
+    several = transformers.LogitsProcessorList([transformers.TopPLogitsWarper(0.9, min_tokens_to_keep=2)])
+    with pytest.raises(ValueError, match="min_tokens_to_keep must be 1, got 2"):
+        tiny_llama().generate(ids(), logits_processor=several, top_k=0, **options)
+
+
+def test_the_models_last_position_ends_the_text_with_a_word():
+    model = build(transformers.LlamaConfig, transformers.LlamaForCausalLM, max_position_embeddings=16)
+    with pytest.warns(UserWarning, match="the text ends at 16 tokens, where the model's positions do"):
+        text = model.generate(
+            ids(), custom_generate=custom_generate, max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
+    assert text.shape == (1, 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import warnings
 from typing import Any
 
 import torch
@@ -23,7 +23,18 @@ _OP = "custom_generate"
 # Rules that verify_tree applies by itself, in the same order; all others change logits in ways it does not know.
 _FILTERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 _MODES = {"greedy_search": "greedy", "sample": "sample"}
-_decoders: weakref.WeakKeyDictionary[Any, tuple[Any, Policy | None, Decoder]] = weakref.WeakKeyDictionary()
+_SETTINGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # in the order of _FILTERS
+_ATTRIBUTE = "_cerberus_decoder"
+
+
+class _Kept:
+    """A model's decoder, hung on the model: the two go together, and copies of the model make their own."""
+
+    def __init__(self, heads: Any = None, policy: Policy | None = None, decoder: Decoder | None = None) -> None:
+        self.heads, self.policy, self.decoder = heads, policy, decoder
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
 
 
 def custom_generate(
@@ -52,8 +63,8 @@ def custom_generate(
         stopping_criteria: any.
         generation_config: greedy search or sampling.
         synced_gpus: must be False.
-        streamer: gets each token. transformers 5.24 does not hand ``generate``'s own on to a callable: bind one with
-            ``functools.partial(custom_generate, streamer=streamer)``.
+        streamer: gets each token. transformers 5.24 hands neither ``streamer`` nor ``assistant_model`` on to a
+            callable: bind a streamer with ``functools.partial(custom_generate, streamer=streamer)``.
         heads: :class:`~cerberus_decode.heads.DraftHeads`; None decodes without drafts.
         policy: see :class:`~cerberus_decode.decode.Decoder`.
         **model_kwargs: what else ``generate`` prepared; a padded prompt, embeddings or a filled cache are refused.
@@ -77,9 +88,7 @@ def custom_generate(
     mode = _check(input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
     options: dict[str, Any] = {"mode": mode, "eos_token_id": ()}
     if mode == "sample":
-        for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            value = getattr(generation_config, name, None)
-            options[name] = neutral if value is None else value
+        options |= _settings(logits_processor)
         options["seed"] = int(torch.randint(2**62, (1,)))
     decoder = _decoder(model, heads, policy)
     rows = []
@@ -115,7 +124,22 @@ def _run(
                 streamer.put(text[length - 1 : length].cpu())
             if bool(stopping_criteria(text[None, :length], None).all()):
                 return text[:length]
+    warnings.warn(f"custom_generate: the text ends at {length} tokens, where the model's positions do", stacklevel=4)
     return text[:length]
+
+
+def _settings(logits_processor: LogitsProcessorList) -> dict[str, Any]:
+    """verify_tree's parameters from the rules that transformers made of the call's options or got from the caller."""
+    settings, last = dict(_SETTINGS), -1
+    for rule in logits_processor:
+        place = _FILTERS.index(type(rule))
+        name = list(_SETTINGS)[place]
+        if place <= last:
+            refuse(_OP, "logits_processor", f"in the order {', '.join(_SETTINGS)}, each once", type(rule).__name__)
+        if getattr(rule, "min_tokens_to_keep", 1) > 1:
+            refuse(_OP, "min_tokens_to_keep", "1", rule.min_tokens_to_keep)
+        settings[name], last = getattr(rule, name), place
+    return settings
 
 
 def _check(
@@ -129,7 +153,7 @@ def _check(
     search = str(generation_config.get_generation_mode().value)
     if search not in _MODES:
         refuse(_OP, "generation_config", f"for {' or '.join(_MODES)}", search)
-    unknown = [type(rule).__name__ for rule in logits_processor if not isinstance(rule, _FILTERS)]
+    unknown = [type(rule).__name__ for rule in logits_processor if type(rule) not in _FILTERS]
     if unknown:
         refuse(_OP, "logits_processor", "free of rules but temperature, top_k, top_p and min_p", ", ".join(unknown))
     if generation_config.return_dict_in_generate:
@@ -160,8 +184,8 @@ def _padding_token(generation_config: Any) -> int:
 
 def _decoder(model: Any, heads: Any, policy: Policy | None) -> Decoder:
     """The decoder of these parts, made once: its checks run the model."""
-    known = _decoders.get(model)
-    if known is None or known[0] is not heads or known[1] is not policy:
-        known = (heads, policy, Decoder(model, heads, policy))
-        _decoders[model] = known
-    return known[2]
+    kept = vars(model).get(_ATTRIBUTE)
+    if kept is None or kept.decoder is None or kept.heads is not heads or kept.policy is not policy:
+        kept = _Kept(heads, policy, Decoder(model, heads, policy))
+        setattr(model, _ATTRIBUTE, kept)
+    return kept.decoder
