@@ -160,10 +160,10 @@ def verify_tree(
 
     - ``"greedy"`` (code 0): step to the first child whose token is the row's greatest entry (the lowest id of equals);
       the bonus is the greatest entry of the last row.
-    - ``"typical"`` (code 1; Medusa, arXiv 2401.10774, section 3.3.1): with H the entropy of p in nats, accept a child
-      with token x iff ``p(x) > min(epsilon, delta * exp(-H))`` and its parent is accepted. Of all accepted paths take
-      the longest, then the one with the greatest sum of ln p, then the one that ends in the lowest node. The bonus is
-      drawn from the tokens that pass the same test at the last row, in proportion to p; if none passes, which needs
+    - ``"typical"`` (code 1; Medusa, arXiv 2401.10774, "Typical Acceptance"): with H the entropy of p in nats, accept a
+      child with token x iff ``p(x) > min(epsilon, delta * exp(-H))`` and its parent is accepted. Of all accepted paths
+      take the longest, then the one with the greatest sum of ln p, then the one that ends in the lowest node. The bonus
+      is drawn from the tokens that pass the same test at the last row, in proportion to p; if none passes, which needs
       ``epsilon`` or ``delta`` near 1 or more, it is the row's greatest entry.
     - ``"sample"`` (code 2): draw a token from p at each row, step to the first child that holds it; the bonus is the
       draw that no child holds. Distributed as p for every tree of deterministic drafts, and the same text as sampling
