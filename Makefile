@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := pyproject.toml setup.py CMakeLists.txt $(NATIVE)
-QUICK_BENCH := --benchmark-only --benchmark-min-rounds=1 --benchmark-max-time=0.05 --benchmark-warmup=off
+QUICK_BENCH := --quick --benchmark-only
 
 .PHONY: help build lint format test sanitize bench bench-quick demo clean distclean
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import cerberus_kernels as ck
+from bench.measure import Work
 from cerberus_kernels.testing import random_parents
 from cerberus_kernels.tree import pack_mask
 
-SHAPES = [(1, 32), (1, 64), (32, 64)]
+SHAPES = [(1, 32), (1, 64), (32, 64), (1, 512)]
 
 
-def by_matrix_powers(parents: torch.Tensor) -> torch.Tensor:
+def torch_matrix_powers(parents: torch.Tensor) -> torch.Tensor:
     """Reachability by squaring I + A, A holding each node's parent."""
     nodes = parents.shape[-1]
     reach = torch.eye(nodes + 1).repeat(parents.shape[0], 1, 1)
@@ -23,17 +24,14 @@ def by_matrix_powers(parents: torch.Tensor) -> torch.Tensor:
     return pack_mask(reach[:, :nodes, :nodes] > 0)
 
 
-METHODS = {
-    "native": lambda parents: ck.tree_mask(parents, backend="native"),
-    "reference": lambda parents: ck.tree_mask(parents, backend="reference"),
-    "matrix powers": by_matrix_powers,
-}
-
-
+@pytest.mark.parametrize("case", ["native", "reference", "torch_matrix_powers"])
 @pytest.mark.parametrize(("batch", "nodes"), SHAPES, ids=[f"B{b}-N{n}" for b, n in SHAPES])
-@pytest.mark.parametrize("method", METHODS)
-def test_tree_mask(benchmark, method, batch, nodes):
+def test_tree_mask(compare, batch, nodes, case):
     parents = torch.tensor([random_parents(nodes, seed) for seed in range(batch)], dtype=torch.int32)
-    assert torch.equal(METHODS[method](parents), ck.tree_mask(parents, backend="reference"))
-    benchmark.group = f"tree_mask B={batch} N={nodes}"
-    benchmark.pedantic(METHODS[method], args=(parents,), rounds=20, iterations=1, warmup_rounds=1)
+    calls = {
+        "native": lambda: ck.tree_mask(parents, backend="native"),
+        "reference": lambda: ck.tree_mask(parents, backend="reference"),
+        "torch_matrix_powers": lambda: torch_matrix_powers(parents),
+    }
+    mask_bytes = calls["native"]().numel() * 4
+    compare(f"tree_mask B={batch} N={nodes}", calls, case, work=Work(4 * batch * nodes + mask_bytes))
