@@ -11,8 +11,6 @@
 namespace cerberus::CERBERUS_ISA {
 namespace {
 
-constexpr int64_t kRowTile = 4;
-
 struct Scratch {
   float* packed;         // [rows, packed_width]
   float* block_max;      // [rows, blocks]
@@ -92,26 +90,38 @@ inline void take_block(const HeadTopkArgs& args, const Scratch& scratch, int64_t
   }
 }
 
+// The rows from `row` on that one pass over the block takes; how many these are.
+template <typename T>
+inline int64_t take_rows(const HeadTopkArgs& args, const Scratch& scratch, int64_t share, int64_t row,
+                         int64_t block) {
+  switch (args.rows - row) {
+    case 1:
+      take_block<T, 1>(args, scratch, share, row, block);
+      return 1;
+    case 2:
+      take_block<T, 2>(args, scratch, share, row, block);
+      return 2;
+    case 3:
+      take_block<T, 3>(args, scratch, share, row, block);
+      return 3;
+    case 5:
+      take_block<T, 5>(args, scratch, share, row, block);
+      return 5;
+    case 6:
+      take_block<T, 6>(args, scratch, share, row, block);
+      return 6;
+    default:
+      take_block<T, 4>(args, scratch, share, row, block);
+      return 4;
+  }
+}
+
 template <typename T>
 inline void take_share(const HeadTopkArgs& args, const Scratch& scratch, int64_t share) {
   const int64_t blocks = head_topk_blocks(args);
   for (int64_t row = 0; row < args.rows; ++row) scratch.heap_counts[share * args.rows + row] = 0;
   for (int64_t block = blocks * share / args.shares; block < blocks * (share + 1) / args.shares; ++block) {
-    for (int64_t row = 0; row < args.rows; row += kRowTile) {
-      switch (args.rows - row) {
-        case 1:
-          take_block<T, 1>(args, scratch, share, row, block);
-          break;
-        case 2:
-          take_block<T, 2>(args, scratch, share, row, block);
-          break;
-        case 3:
-          take_block<T, 3>(args, scratch, share, row, block);
-          break;
-        default:
-          take_block<T, 4>(args, scratch, share, row, block);
-      }
-    }
+    for (int64_t row = 0; row < args.rows;) row += take_rows<T>(args, scratch, share, row, block);
   }
 }
 

@@ -28,26 +28,6 @@ constexpr int64_t kBlockSteps = 96;
 constexpr int64_t kRowBlock = 64;
 constexpr int64_t kLineBytes = 64;
 
-// sum += weight * value. GCC 12 lets the instruction overwrite a factor instead of the sum and then moves
-// sums through memory, so the form that adds in place is spelled out.
-CERBERUS_SIMD void add_product(Floats& sum, Floats weight, Floats value) {
-#if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
-  __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(value));
-#else
-  sum = multiply_add(weight, value, sum);
-#endif
-}
-
-// Hides from the compiler what a pointer points to.
-#if defined(__GNUC__)
-#define CERBERUS_OPAQUE(pointer) __asm__("" : "+r"(pointer))
-#endif
-
-// The upper halves of 32-bit words. In memory, because every register of a tile holds a sum or a weight.
-alignas(64) constexpr uint32_t kUpper[16] = {
-    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
-    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
-
 // kLanes weights of input kPhase of a step, from output `column` of the panel on.
 template <int kPhase>
 CERBERUS_SIMD Floats weights(const float* step, int64_t column) {
@@ -59,11 +39,7 @@ CERBERUS_SIMD Floats weights(const BFloat16* step, int64_t column) {
   Words words;
   memcpy(&words, step + kStepDepth * column, sizeof(words));
   if (kPhase == 0) return bit_cast<Floats>(words << 16);
-  const uint32_t* upper = kUpper;
-  CERBERUS_OPAQUE(upper);
-  Words mask;
-  memcpy(&mask, upper, sizeof(mask));
-  return bit_cast<Floats>(words & mask);
+  return bit_cast<Floats>(upper_halves(words));
 }
 
 template <int kPhase>

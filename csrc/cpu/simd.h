@@ -148,6 +148,32 @@ CERBERUS_SIMD void store_first(T* to, Floats value, int64_t count) {
 // a * b + c, one rounding where the level has fused multiply-add.
 CERBERUS_SIMD Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 
+// sum += a * b. GCC 12 lets the instruction overwrite a factor instead of the sum and then moves sums through
+// memory, so the form that adds in place is spelled out.
+CERBERUS_SIMD void add_product(Floats& sum, Floats a, Floats b) {
+#if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
+  __asm__ volatile("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#else
+  sum = multiply_add(a, b, sum);
+#endif
+}
+
+// The upper halves of 32-bit words. In memory, for loops whose registers all hold sums or factors.
+alignas(64) constexpr uint32_t kUpper[16] = {
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+    0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+
+// Hides from the compiler what a pointer points to.
+#define CERBERUS_OPAQUE(pointer) __asm__("" : "+r"(pointer))
+
+CERBERUS_SIMD Words upper_halves(Words words) {
+  const uint32_t* upper = kUpper;
+  CERBERUS_OPAQUE(upper);
+  Words mask;
+  memcpy(&mask, upper, sizeof(mask));
+  return words & mask;
+}
+
 // Lane by lane: `yes` where the lane of `condition` is -1, `no` where it is 0.
 CERBERUS_SIMD Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
 
@@ -180,6 +206,31 @@ CERBERUS_SIMD float horizontal(Floats value, Combine&& combine) {
 
 CERBERUS_SIMD float horizontal_sum(Floats value) {
   return horizontal(value, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+}
+
+// horizontal_sum() of four vectors at once, bit for bit.
+CERBERUS_SIMD Quad horizontal_sums(Floats a, Floats b, Floats c, Floats d) {
+  const auto quad = [](Floats value) __attribute__((always_inline)) {
+#if defined(CERBERUS_LEVEL_avx512)
+    typedef float Octet __attribute__((vector_size(32)));
+    const Octet eight = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7) +
+                        __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(CERBERUS_LEVEL_avx2)
+    const Floats eight = value;
+#endif
+#if defined(CERBERUS_LEVEL_avx512) || defined(CERBERUS_LEVEL_avx2)
+    return __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+           __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+#else
+    return value;
+#endif
+  };
+  const auto halves = [](Quad one, Quad other) __attribute__((always_inline)) {
+    return __builtin_shufflevector(one, other, 0, 4, 1, 5) + __builtin_shufflevector(one, other, 2, 6, 3, 7);
+  };
+  const Quad first = halves(quad(a), quad(b)), second = halves(quad(c), quad(d));
+  return __builtin_shufflevector(first, second, 0, 1, 4, 5) +
+         __builtin_shufflevector(first, second, 2, 3, 6, 7);
 }
 
 CERBERUS_SIMD float horizontal_maximum(Floats value) {
