@@ -50,7 +50,7 @@ CERBERUS_SIMD float sum_exp(const float* values, const float* weights, int64_t c
   Floats sum = splat(0.0f);
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const Floats power = exponential(load(values + i) - shift);
+    const Floats power = exponential_below(load(values + i) - shift);
     sum += weights ? load(weights + i) * power : power;
   }
   if (i < count) {
@@ -59,7 +59,7 @@ CERBERUS_SIMD float sum_exp(const float* values, const float* weights, int64_t c
       tail[lane] = i + lane < count ? values[i + lane] : -INFINITY;
       tail_weights[lane] = i + lane >= count ? 0.0f : weights ? weights[i + lane] : 1.0f;
     }
-    sum += load(tail_weights) * exponential(load(tail) - shift);
+    sum += load(tail_weights) * exponential_below(load(tail) - shift);
   }
   return horizontal_sum(sum);
 }

@@ -270,6 +270,29 @@ CERBERUS_SIMD Floats exponential(Floats x) {
   return select(x != x, x, result);
 }
 
+// exponential() for x <= 0 (or NaN), the distances below a maximum, at half the cost: no result can leave the
+// exponent's range, so 2^n is one factor. 0 below -87.3, as there.
+CERBERUS_SIMD Floats exponential_below(Floats x) {
+  const Floats lowest = splat(-87.3f);
+  const Floats clamped = maximum(lowest, x);  // a NaN stays
+  const Floats shifter = splat(12582912.0f);
+  const Floats shifted = clamped * 1.44269504088896341f + shifter;
+  const Floats n = shifted - shifter;
+  Floats r = n * -0.693359375f + clamped;
+  r = n * 2.12194440e-4f + r;
+  Floats series = splat(1.0f / 5040);
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  // The shifter's own bits leave at the top, and n stays.
+  const Floats power = bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
+  return select(x < lowest, Floats{}, series * power);
+}
+
 // tanh within a few units in the last place, NaN for NaN.
 CERBERUS_SIMD Floats hyperbolic_tangent(Floats x) {
   const Floats square = x * x;

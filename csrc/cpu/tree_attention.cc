@@ -9,6 +9,7 @@
 #include "cerberus/tree_attention.h"
 
 #include "parallel.h"
+#include "projection.h"
 #include "simd.h"
 #include "tree_attention_tiles.h"
 
@@ -116,7 +117,8 @@ const float* tile_rows(const TreeAttentionArgs& args, const void* cache, const i
                        const Item& item, int64_t b, const Tile& tile, int64_t pitch, float* to,
                        int64_t* row_stride) {
   const T* head = static_cast<const T*>(cache) + item.head * stride[2];
-  if (sizeof(T) == sizeof(float) && !args.block_table && args.head_dim % kLanes == 0) {
+  const bool whole = run_length(args, tile.slot, tile.count) == tile.count;
+  if (sizeof(T) == sizeof(float) && whole && args.head_dim % kLanes == 0) {
     *row_stride = stride[1];
     return reinterpret_cast<const float*>(head + slot_offset(args, stride, b, tile.slot));
   }
@@ -157,10 +159,10 @@ void exponentiate_columns(int64_t count, int64_t padded_rows, Workspace& work) {
     }
     // A row that has seen nothing yet: exp(-inf - 0) is 0 where exp(-inf + inf) would be NaN.
     const Floats base = select(maximum_now == splat(-INFINITY), Floats{}, maximum_now);
-    const Floats factor = exponential(before - base);
+    const Floats factor = exponential_below(before - base);
     Floats sum = load(work.sum + c) * factor;
     for (int64_t key = 0; key < count; ++key) {
-      const Floats weight = exponential(load(scores + key * padded_rows) - base);
+      const Floats weight = exponential_below(load(scores + key * padded_rows) - base);
       store(scores + key * padded_rows, weight);
       sum += weight;
     }
@@ -207,15 +209,12 @@ void attend_many(const TreeAttentionArgs& args, const Request& request, const It
 template <typename T, int R>
 CERBERUS_SIMD void score_few(const TreeAttentionArgs& args, const T* k, int64_t b, const Tile& tile,
                              Workspace& work) {
-  for (int64_t key = 0; key < tile.count; ++key) {
-    const T* from = k + slot_offset(args, args.k_stride, b, tile.slot + key);
-    Floats total[R] = {};
-    for (int64_t d = 0; d < args.head_dim; d += kLanes) {
-      const Floats part = load_first(from + d, args.head_dim - d);
-      for (int r = 0; r < R; ++r)
-        total[r] = multiply_add(load(work.queries + r * work.pitch + d), part, total[r]);
-    }
-    for (int r = 0; r < R; ++r) work.scores[r * kKeys + key] = horizontal_sum(total[r]);
+  const int64_t packed = packed_width(args.head_dim);
+  for (int64_t key = 0; key < tile.count;) {
+    const int64_t run = run_length(args, tile.slot + key, tile.count - key);
+    dot_rows<T, R>(work.queries, packed, k + slot_offset(args, args.k_stride, b, tile.slot + key),
+                   args.k_stride[1], run, args.head_dim, work.scores + key, kKeys);
+    key += run;
   }
 }
 
@@ -236,9 +235,9 @@ CERBERUS_SIMD void exponentiate_few(const TreeAttentionArgs& args, const Tile& t
     }
     const float maximum_now = horizontal_maximum(greatest_score);
     const float base = maximum_now == -INFINITY ? 0.0f : maximum_now;
-    work.factor[r] = exponential(splat(work.maximum[r] - base))[0];
+    work.factor[r] = exponential_below(splat(work.maximum[r] - base))[0];
     for (int64_t key = 0; key < padded; key += kLanes) {
-      store(scores + key, exponential(load(scores + key) - base));
+      store(scores + key, exponential_below(load(scores + key) - base));
     }
     work.maximum[r] = maximum_now;
   }
@@ -261,13 +260,14 @@ CERBERUS_SIMD void weigh_few(const TreeAttentionArgs& args, const T* v, int64_t 
       total[r][i] = load(work.outputs + r * work.pitch + d + i * kLanes) * work.factor[r];
     }
   }
-  for (int64_t key = 0; key < tile.count; ++key) {
+  for (int64_t key = 0; key < tile.count;) {
     const T* from = v + slot_offset(args, args.v_stride, b, tile.slot + key) + d;
-    for (int i = 0; i < V; ++i) {
-      // Only a lone last vector can be cut short.
-      const Floats part = V > 1 ? load(from + i * kLanes) : load_first(from, args.head_dim - d);
-      for (int r = 0; r < R; ++r) {
-        total[r][i] = multiply_add(splat(work.scores[r * kKeys + key]), part, total[r][i]);
+    const int64_t end = key + run_length(args, tile.slot + key, tile.count - key);
+    for (; key < end; ++key, from += args.v_stride[1]) {
+      for (int i = 0; i < V; ++i) {
+        // Only a lone last vector can be cut short.
+        const Floats part = V > 1 ? load(from + i * kLanes) : load_first(from, args.head_dim - d);
+        for (int r = 0; r < R; ++r) add_product(total[r][i], splat(work.scores[r * kKeys + key]), part);
       }
     }
   }
@@ -285,10 +285,8 @@ void attend_few(const TreeAttentionArgs& args, const Request& request, const Ite
   for (int64_t r = 0; r < R; ++r) {
     const int64_t row = item.first_row + r;
     const T* from = q + row / group * args.q_stride[1] + (item.head * group + row % group) * args.q_stride[2];
-    for (int64_t d = 0; d < args.head_dim; d += kLanes) {
-      store(work.queries + r * work.pitch + d, load_first(from + d, args.head_dim - d) * args.scale);
-      store(work.outputs + r * work.pitch + d, Floats{});
-    }
+    pack_row<T>(from, args.head_dim, args.scale, work.queries + r * packed_width(args.head_dim));
+    for (int64_t d = 0; d < args.head_dim; d += kLanes) store(work.outputs + r * work.pitch + d, Floats{});
     work.maximum[r] = -INFINITY;
     work.sum[r] = 0.0f;
   }
@@ -359,8 +357,8 @@ void merge_splits(const Item& item, int64_t splits, float* first, int64_t split_
       if (other_sum == 0.0f) continue;  // it saw no key
       const float top = other_maximum > maxima[r] ? other_maximum : maxima[r];
       const float base = top == -INFINITY ? 0.0f : top;
-      const float keep = exponential(splat(maxima[r] - base))[0];
-      const float add = exponential(splat(other_maximum - base))[0];
+      const float keep = exponential_below(splat(maxima[r] - base))[0];
+      const float add = exponential_below(splat(other_maximum - base))[0];
       for (int64_t d = 0; d < pitch; d += kLanes) {
         float* out = first + r * pitch + d;
         store(out, load(out) * keep + load(other + r * pitch + d) * add);

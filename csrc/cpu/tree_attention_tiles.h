@@ -15,8 +15,7 @@ constexpr int64_t kTreeKeys = 32;  // keys of a tree tile: one mask word
 constexpr int64_t kRows = 64;      // greatest rows of an item, a multiple of every kLanes
 constexpr int64_t kFewRows = kLanes >= 8 ? 4 : 2;
 constexpr int64_t kSplitKeys = 256;
-constexpr int64_t kMaxSplits = 32;
-constexpr int64_t kEnoughItems = 16;      // of one request: no need to split its keys
+constexpr int64_t kEnoughItems = 32;      // of one request: no need to split its keys further
 constexpr int64_t kThreadCycles = 16000;  // work that pays for a thread
 
 CERBERUS_SIMD int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -52,7 +51,7 @@ struct Tile {
 // Scratch of one thread. `pitch` is the distance between two rows of head_dim floats.
 struct Workspace {
   int64_t pitch;
-  float* queries;      // [head_dim, rows rounded up] of many rows, [rows, pitch] of a few
+  float* queries;      // [head_dim, rows rounded up] of many rows, [rows, packed_width] of a few
   float* scores;       // [keys, rows rounded up] of many rows, [rows, kKeys] of a few
   float* outputs;      // [rows, pitch], not yet divided by `sum`
   float* keys;         // [kKeys, pitch]
@@ -99,8 +98,8 @@ Request cut_request(const TreeAttentionArgs& args, int64_t b) {
   request.prefix_tiles = divide_up(request.prefix, kKeys);
   request.tiles = request.prefix_tiles + divide_up(request.nodes, kTreeKeys);
   const int64_t wanted = divide_up(request.prefix + request.nodes, kSplitKeys);
-  const bool enough = request.row_tiles * args.kv_heads >= kEnoughItems;
-  request.splits = enough ? 1 : least(least(wanted, kMaxSplits), request.tiles);
+  const int64_t most = greatest(kEnoughItems / (request.row_tiles * args.kv_heads), 1);
+  request.splits = least(least(wanted, most), request.tiles);
   return request;
 }
 

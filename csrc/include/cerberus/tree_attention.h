@@ -61,6 +61,13 @@ CERBERUS_HD int64_t slot_offset(const TreeAttentionArgs& args, const int64_t* st
   return block * stride[0] + slot % args.block_size * stride[1];
 }
 
+// How many of the `count` slots from `slot` on lie a stride apart.
+CERBERUS_HD int64_t run_length(const TreeAttentionArgs& args, int64_t slot, int64_t count) {
+  if (!args.block_table) return count;
+  const int64_t rest = args.block_size - slot % args.block_size;
+  return count < rest ? count : rest;
+}
+
 namespace cpu {
 CERBERUS_EXPORT void tree_attention(const TreeAttentionArgs& args);
 }
