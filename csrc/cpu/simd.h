@@ -271,7 +271,8 @@ CERBERUS_SIMD Floats exponential(Floats x) {
 }
 
 // exponential() for x <= 0 (or NaN), the distances below a maximum, at half the cost: no result can leave the
-// exponent's range, so 2^n is one factor. 0 below -87.3, as there.
+// exponent's range, so 2^n is one factor, and the series is summed in pairs, because a chain of multiply-adds
+// would leave the processor waiting. 0 below -87.3, as there.
 CERBERUS_SIMD Floats exponential_below(Floats x) {
   const Floats lowest = splat(-87.3f);
   const Floats clamped = maximum(lowest, x);  // a NaN stays
@@ -280,14 +281,10 @@ CERBERUS_SIMD Floats exponential_below(Floats x) {
   const Floats n = shifted - shifter;
   Floats r = n * -0.693359375f + clamped;
   r = n * 2.12194440e-4f + r;
-  Floats series = splat(1.0f / 5040);
-  series = series * r + 1.0f / 720;
-  series = series * r + 1.0f / 120;
-  series = series * r + 1.0f / 24;
-  series = series * r + 1.0f / 6;
-  series = series * r + 0.5f;
-  series = series * r + 1.0f;
-  series = series * r + 1.0f;
+  const Floats square = r * r;
+  const Floats low = (r * (1.0f / 6) + 0.5f) * square + (r + 1.0f);
+  const Floats high = (r * (1.0f / 5040) + 1.0f / 720) * square + (r * (1.0f / 120) + 1.0f / 24);
+  const Floats series = high * (square * square) + low;
   // The shifter's own bits leave at the top, and n stays.
   const Floats power = bit_cast<Floats>((bit_cast<Ints>(shifted) << 23) + 0x3f800000);
   return select(x < lowest, Floats{}, series * power);

@@ -103,10 +103,29 @@ void transpose_queries(const TreeAttentionArgs& args, const Request& request, co
 template <typename T>
 void widen_rows(const TreeAttentionArgs& args, const T* cache, const int64_t* stride, int64_t b,
                 const Tile& tile, int64_t pitch, float* to) {
-  for (int64_t key = 0; key < tile.count; ++key) {
+  for (int64_t key = 0; key < tile.count;) {
     const T* from = cache + slot_offset(args, stride, b, tile.slot + key);
-    for (int64_t d = 0; d < args.head_dim; d += kLanes) {
-      store(to + key * pitch + d, load_first(from + d, args.head_dim - d));
+    const int64_t end = key + run_length(args, tile.slot + key, tile.count - key);
+    for (; key < end; ++key, from += stride[1], to += pitch) {
+      for (int64_t d = 0; d < args.head_dim; d += kLanes) {
+        store(to + d, load_first(from + d, args.head_dim - d));
+      }
+    }
+  }
+}
+
+// Asks for a tile's rows of one head, which lie apart by a stride that hardware may not foresee, or in pages.
+template <typename T>
+CERBERUS_SIMD void bring_near(const TreeAttentionArgs& args, const void* cache, const int64_t* stride,
+                              int64_t head, int64_t b, const Tile& tile) {
+  constexpr int64_t kLine = 64;
+  const T* rows = static_cast<const T*>(cache) + head * stride[2];
+  const int64_t bytes = args.head_dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t key = 0; key < tile.count;) {
+    const char* row = reinterpret_cast<const char*>(rows + slot_offset(args, stride, b, tile.slot + key));
+    const int64_t end = key + run_length(args, tile.slot + key, tile.count - key);
+    for (; key < end; ++key, row += stride[1] * static_cast<int64_t>(sizeof(T))) {
+      for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, 0, 2);
     }
   }
 }
@@ -188,7 +207,8 @@ void attend_many(const TreeAttentionArgs& args, const Request& request, const It
     if (!tile_is_visible(args, request, item, tile, depths, work)) continue;
     int64_t k_row, v_row;
     const float* k =
-        tile_rows<T>(args, args.k_cache, args.k_stride, item, request.b, tile, pitch, work.keys, &k_row);
+        tile_rows<T>(args, args.k_cache, args.k_stride, item, request.b, tile, pitch, work.widened, &k_row);
+    bring_near<T>(args, args.v_cache, args.v_stride, item.head, request.b, tile);
     multiply(k, k_row, 1, work.queries, padded_rows, work.scores, padded_rows, tile.count, padded_rows,
              args.head_dim, false);
     adjust_scores(tile, args.softcap, padded_rows, work);
@@ -199,7 +219,10 @@ void attend_many(const TreeAttentionArgs& args, const Request& request, const It
       for (int64_t d = 0; d < pitch; d += kLanes) store(out + d, load(out + d) * work.factor[r]);
     }
     const float* v =
-        tile_rows<T>(args, args.v_cache, args.v_stride, item, request.b, tile, pitch, work.values, &v_row);
+        tile_rows<T>(args, args.v_cache, args.v_stride, item, request.b, tile, pitch, work.widened, &v_row);
+    if (index + 1 < item.last_tile) {
+      bring_near<T>(args, args.k_cache, args.k_stride, item.head, request.b, tile_at(request, index + 1));
+    }
     multiply(work.scores, 1, padded_rows, v, v_row, work.outputs, pitch, item.rows, pitch, tile.count, true);
   }
 }
@@ -295,8 +318,12 @@ void attend_few(const TreeAttentionArgs& args, const Request& request, const Ite
   for (int64_t index = item.first_tile; index < item.last_tile; ++index) {
     const Tile tile = tile_at(request, index);
     if (!tile_is_visible(args, request, item, tile, depths, work)) continue;
+    bring_near<T>(args, args.v_cache, args.v_stride, item.head, request.b, tile);
     score_few<T, R>(args, k, request.b, tile, work);
     exponentiate_few<R>(args, tile, work);
+    if (index + 1 < item.last_tile) {
+      bring_near<T>(args, args.k_cache, args.k_stride, item.head, request.b, tile_at(request, index + 1));
+    }
     int64_t d = 0;
     for (; d + kVectors * kLanes <= args.head_dim; d += kVectors * kLanes) {
       weigh_few<T, R, kVectors>(args, v, request.b, tile, d, work);

@@ -54,8 +54,7 @@ struct Workspace {
   float* queries;      // [head_dim, rows rounded up] of many rows, [rows, packed_width] of a few
   float* scores;       // [keys, rows rounded up] of many rows, [rows, kKeys] of a few
   float* outputs;      // [rows, pitch], not yet divided by `sum`
-  float* keys;         // [kKeys, pitch]
-  float* values;       // [kKeys, pitch]
+  float* widened;      // [kKeys, pitch]: a tile's keys, then its values
   float* maximum;      // [rows]: of the scores so far
   float* sum;          // [rows]: of exp(score - maximum)
   float* factor;       // [rows]
@@ -63,7 +62,7 @@ struct Workspace {
   uint32_t* words;     // [rows]: a tree tile's visible keys
   int32_t least_first_key, greatest_first_key;
 
-  static int64_t floats(int64_t pitch) { return kRows * (3 * pitch + pitch + kKeys + 5); }
+  static int64_t floats(int64_t pitch) { return kRows * (2 * pitch + kKeys + 5) + kKeys * pitch; }
 
   // Pieces of `floats(pitch)` floats from `next` on.
   Workspace(float* next, int64_t row_pitch) : pitch(row_pitch) {
@@ -75,8 +74,7 @@ struct Workspace {
     queries = take(kRows * pitch);
     scores = take(kRows * kKeys);
     outputs = take(kRows * pitch);
-    keys = take(kKeys * pitch);
-    values = take(kKeys * pitch);
+    widened = take(kKeys * pitch);
     maximum = take(kRows);
     sum = take(kRows);
     factor = take(kRows);
