@@ -15,7 +15,6 @@ namespace {
 // Elements that one step of a dot product takes: two vectors of floats.
 inline constexpr int64_t kStep = 2 * kLanes;
 
-
 inline int64_t packed_width(int64_t width) { return (width + kStep - 1) / kStep * kStep; }
 
 // Up to kStep elements, the rest filled with `padding`; nothing past `count` is read.

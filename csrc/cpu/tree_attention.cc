@@ -365,6 +365,7 @@ void write_rows(const TreeAttentionArgs& args, const Request& request, const Ite
     for (int64_t d = 0; d < args.head_dim; d += kLanes) {
       store_first(out + d, load(outputs + r * pitch + d) / divisor, args.head_dim - d);
     }
+    if (!args.lse) continue;
     args.lse[request.b * args.lse_stride[0] + node * args.lse_stride[1] + head] =
         empty ? -INFINITY : maximum[r] + __builtin_logf(sum[r]);
   }
@@ -405,7 +406,7 @@ void clear_padding(const TreeAttentionArgs& args) {
       for (int64_t head = 0; head < args.q_heads; ++head) {
         memset(static_cast<void*>(out + head * args.out_stride[2]), 0,
                static_cast<size_t>(args.head_dim) * sizeof(T));
-        args.lse[b * args.lse_stride[0] + node * args.lse_stride[1] + head] = -INFINITY;
+        if (args.lse) args.lse[b * args.lse_stride[0] + node * args.lse_stride[1] + head] = -INFINITY;
       }
     }
   }

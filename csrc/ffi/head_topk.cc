@@ -9,6 +9,14 @@ namespace {
 
 constexpr const char* kOp = "head_topk";
 
+void check_outputs(const char* name, const TensorView& tensor, int64_t count) {
+  check_contiguous(kOp, name, tensor);
+  if (tensor.numel() != count) {
+    TVM_FFI_THROW(ValueError) << kOp << ": " << name << " must be of " << count << " elements, got "
+                              << tensor.numel();
+  }
+}
+
 void head_topk(TensorView states, TensorView vocab_weight, int64_t vocab_size, Optional<TensorView> token_map,
                TensorView tokens, TensorView log_probs, TensorView lse) {
   check_ndim(kOp, "states", states, 2);
@@ -41,20 +49,14 @@ void head_topk(TensorView states, TensorView vocab_weight, int64_t vocab_size, O
   args.tokens = data<int32_t>(kOp, "tokens", tokens);
   args.log_probs = data<float>(kOp, "log_probs", log_probs);
   args.lse = data<float>(kOp, "lse", lse);
-  check_ndim(kOp, "tokens", tokens, 2);
-  check_contiguous(kOp, "tokens", tokens);
-  check_size(kOp, "tokens", tokens, 0, args.rows);
-  args.k = tokens.size(1);
+  // As states' leading dimensions, however these were folded into rows.
+  args.k = tokens.ndim() > 0 ? tokens.size(tokens.ndim() - 1) : 0;
   if (args.k < 1 || args.k > vocab_size) {
     TVM_FFI_THROW(ValueError) << kOp << ": k must be in [1, " << vocab_size << "], got " << args.k;
   }
-  check_ndim(kOp, "log_probs", log_probs, 2);
-  check_contiguous(kOp, "log_probs", log_probs);
-  check_size(kOp, "log_probs", log_probs, 0, args.rows);
-  check_size(kOp, "log_probs", log_probs, 1, args.k);
-  check_ndim(kOp, "lse", lse, 1);
-  check_contiguous(kOp, "lse", lse);
-  check_size(kOp, "lse", lse, 0, args.rows);
+  check_outputs("tokens", tokens, args.rows * args.k);
+  check_outputs("log_probs", log_probs, args.rows * args.k);
+  check_outputs("lse", lse, args.rows);
   if (args.rows == 0) return;
   args.shares = head_topk_shares(args, cpu::num_threads());
   const Scratch scratch(head_topk_scratch_bytes(args));

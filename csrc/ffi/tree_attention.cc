@@ -1,5 +1,6 @@
 #include "cerberus/tree_attention.h"
 
+#include <cmath>
 #include <initializer_list>
 
 #include "tensors.h"
@@ -55,7 +56,11 @@ void check_sizes(const char* name, const TensorView& tensor, std::initializer_li
 
 void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, TensorView mask,
                     TensorView prefix_lens, Optional<TensorView> block_table, Optional<TensorView> num_nodes,
-                    double scale, double softcap, int64_t window, TensorView out, TensorView lse) {
+                    double scale, double softcap, int64_t window, TensorView out, Optional<TensorView> lse) {
+  if (!(std::isfinite(scale) && softcap >= 0 && std::isfinite(softcap) && window >= 0)) {
+    TVM_FFI_THROW(ValueError) << kOp << ": scale and softcap must be finite, softcap and window >= 0, got "
+                              << scale << ", " << softcap << ", " << window;
+  }
   TreeAttentionArgs args{};
   check_ndim(kOp, "q", q, 4);
   check_ndim(kOp, "k_cache", k_cache, 4);
@@ -78,7 +83,6 @@ void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, Tensor
               {block_table.has_value() ? blocks : args.batch, args.block_size, args.kv_heads, args.head_dim});
   check_sizes("v_cache", v_cache, {blocks, args.block_size, args.kv_heads, args.head_dim});
   check_sizes("out", out, {args.batch, args.nodes, args.q_heads, args.head_dim});
-  check_sizes("lse", lse, {args.batch, args.nodes, args.q_heads});
   check_sizes("prefix_lens", prefix_lens, {args.batch});
   const int64_t words = mask_words(args.nodes);
   if (mask.ndim() == 2) {
@@ -97,7 +101,6 @@ void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, Tensor
   take_strides("k_cache", k_cache, args.k_stride, 3);
   take_strides("v_cache", v_cache, args.v_stride, 3);
   take_strides("out", out, args.out_stride, 3);
-  take_strides("lse", lse, args.lse_stride, 2);
   args.q = q.data_ptr();
   args.k_cache = k_cache.data_ptr();
   args.v_cache = v_cache.data_ptr();
@@ -105,7 +108,11 @@ void tree_attention(TensorView q, TensorView k_cache, TensorView v_cache, Tensor
   args.mask = reinterpret_cast<const uint32_t*>(data<int32_t>(kOp, "mask", mask));
   check_last_contiguous(kOp, "prefix_lens", prefix_lens);
   args.prefix_lens = data<int32_t>(kOp, "prefix_lens", prefix_lens);
-  args.lse = data<float>(kOp, "lse", lse);
+  if (lse.has_value()) {
+    check_sizes("lse", lse.value(), {args.batch, args.nodes, args.q_heads});
+    take_strides("lse", lse.value(), args.lse_stride, 2);
+    args.lse = data<float>(kOp, "lse", lse.value());
+  }
   if (num_nodes.has_value()) {
     check_sizes("num_nodes", num_nodes.value(), {args.batch});
     check_last_contiguous(kOp, "num_nodes", num_nodes.value());

@@ -65,11 +65,9 @@ def commit_kv(
         >>> ck.commit_kv(cache, cache.clone(), path, two, one).tolist(), cache.flatten().tolist()
         ([4], [0.0, 1.0, 3.0, 5.0, 4.0, 5.0, 6.0, 7.0])
     """
-    both = isinstance(k_caches, torch.Tensor) and isinstance(v_caches, torch.Tensor)
-    shapes = [getattr(caches, "shape", ()) for caches in (k_caches, v_caches)]
-    if both and len(shapes[0]) == 5 and shapes[0][:3] == shapes[1][:3]:
-        inputs = ([k_caches], [v_caches], path, num_accepted, prefix_lens)
-        new_lens = _operator.attempt(*inputs, block_table=block_table, backend=backend)
+    plain = _as_layers(k_caches, v_caches)
+    if plain:
+        new_lens = _operator.attempt(*plain, path, num_accepted, prefix_lens, block_table=block_table, backend=backend)
         if new_lens is not REFUSED:
             return new_lens
     check_tensor(_OP, "path", path, ndim=2, dtypes=(torch.int32,))
@@ -90,6 +88,17 @@ def commit_kv(
             want = [*keys[0].shape[:-4], rows if block_table is not None else batch, slots, None, None]
             check_tensor(_OP, name, cache, shape=want, device=path.device)
     return _operator.call(keys, values, path, num_accepted, prefix_lens, block_table=block_table, backend=backend)
+
+
+def _as_layers(k_caches: Caches, v_caches: Caches) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """Both caches as lists, where they are of one kind that the native function checks by itself, else None."""
+    if isinstance(k_caches, torch.Tensor) and isinstance(v_caches, torch.Tensor):
+        keys, values = k_caches.shape, v_caches.shape
+        return ([k_caches], [v_caches]) if len(keys) == 5 and keys[:3] == values[:3] else None
+    if type(k_caches) is not list or type(v_caches) is not list or len(k_caches) != len(v_caches):
+        return None
+    fits = all(type(cache) is torch.Tensor and cache.ndim == 4 and cache.is_cpu for cache in k_caches + v_caches)
+    return (k_caches, v_caches) if fits else None
 
 
 def _check_caches(name: str, caches: Caches) -> list[torch.Tensor]:

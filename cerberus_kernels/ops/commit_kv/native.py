@@ -20,5 +20,5 @@ def commit_kv(
 ) -> torch.Tensor:
     """Arguments and result as the reference's."""
     new_lens = torch.empty_like(prefix_lens, memory_format=torch.contiguous_format)
-    function("commit_kv")(list(k_caches), list(v_caches), path, num_accepted, prefix_lens, block_table, new_lens)
+    function("commit_kv")(k_caches, v_caches, path, num_accepted, prefix_lens, block_table, new_lens)
     return new_lens

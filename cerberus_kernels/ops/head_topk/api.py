@@ -137,11 +137,6 @@ def _attempt(
     if vocab_size is None:
         vocab_size = (vocab_weight if token_map is None else token_map).shape[0]
     rows = states if states.ndim == 2 else states.reshape(-1, states.shape[-1])
-    found = _operator.attempt(rows, vocab_weight, k, vocab_size, token_map, backend=backend)
-    if found is REFUSED:
-        return None
-    tokens, log_probs, lse = found
-    if states.ndim != 2:
-        leading = states.shape[:-1]
-        return Candidates(tokens.view(*leading, k), log_probs.view(*leading, k), lse.view(leading))
-    return Candidates(tokens, log_probs, lse)
+    leading = list(states.shape[:-1])
+    found = _operator.attempt(rows, vocab_weight, k, vocab_size, token_map, leading, backend=backend)
+    return None if found is REFUSED else Candidates(*found)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._checks import FLOATS, check_integer, check_number, check_tensor, refuse
-from ..._dispatch import REFUSED, Operator
+from ..._dispatch import Operator
 from ...tree import mask_words
 from . import native, reference
 
@@ -18,6 +18,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor mask, Tensor prefix_lens, *, Tensor? block_table=None, "
     "Tensor? num_nodes=None, float scale=1.0, float softcap=0.0, int window=0, "
 )
+_SCALE_TYPES = (float, type(None))
 _IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
     "reference": reference.tree_attention,
     "native": native.tree_attention,
@@ -114,6 +115,12 @@ def tree_attention(
         >>> out[0, :, 0, 0].round().tolist()
         [6.0, 5.0, 7.0]
     """
+    inputs = (q, k_cache, v_cache, mask, prefix_lens)
+    if type(scale) in _SCALE_TYPES and type(softcap) is float and not return_lse:
+        choices = (block_table, num_nodes, scale, softcap, window)
+        done = _attempt(inputs, out, choices, backend)
+        if done is not None:
+            return done
     check_tensor(_OP, "q", q, ndim=4, dtypes=FLOATS)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     check_number(_OP, "scale", scale)
@@ -134,22 +141,34 @@ def tree_attention(
         "window": window or 0,
         "backend": backend,
     }
+    _check_inputs(*inputs, block_table, num_nodes)
     if out is None:
-        both = _operator.attempt(q, k_cache, v_cache, mask, prefix_lens, **options)
-        if both is not REFUSED:
-            return both if return_lse else both[0]
-    elif isinstance(out, torch.Tensor) and out.is_contiguous() and not return_lse:
-        spare = q.new_empty(q.shape[:3], dtype=torch.float32)
-        done = _operator_out.attempt(q, k_cache, v_cache, mask, prefix_lens, out=out, lse=spare, **options)
-        if done is not REFUSED:
-            return out
-    _check_inputs(q, k_cache, v_cache, mask, prefix_lens, block_table, num_nodes)
-    if out is None:
-        result, lse = _operator.call(q, k_cache, v_cache, mask, prefix_lens, **options)
+        result, lse = _operator.call(*inputs, **options)
     else:
         result, lse = _check_out(out, q, return_lse)
-        _operator_out.call(q, k_cache, v_cache, mask, prefix_lens, out=result, lse=lse, **options)
+        _operator_out.call(*inputs, out=result, lse=lse, **options)
     return (result, lse) if return_lse else result
+
+
+def _attempt(inputs: tuple[Any, ...], out: Any, choices: tuple[Any, ...], backend: str) -> torch.Tensor | None:
+    """The call without its log-sum-exp, where the native function takes it as it is."""
+    q = inputs[0]
+    operator = _operator if out is None else _operator_out
+    block_table, num_nodes, scale, softcap, window = choices
+    if torch.compiler.is_compiling() or not operator.goes_native((*inputs, block_table, num_nodes), backend):
+        return None
+    if not (window is None or (type(window) is int and window > 0)):
+        return None
+    try:
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        elif type(out) is not torch.Tensor or not out.is_contiguous():
+            return None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        native.run(*inputs, block_table, num_nodes, scale, softcap, window or 0, out, None)
+    except Exception:
+        return None
+    return out
 
 
 def _check_inputs(

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..._native import function
+
+
+def run(*arguments: Any) -> None:
+    """The native function with its arguments in order; its last one, lse, may be None."""
+    function("tree_attention")(*arguments)
 
 
 def tree_attention(
@@ -23,6 +30,4 @@ def tree_attention(
     window: int = 0,
 ) -> None:
     """Write out [B, N, Hq, Dh] and lse fp32 [B, N, Hq]; arguments as the reference takes them."""
-    function("tree_attention")(
-        q, k_cache, v_cache, mask, prefix_lens, block_table, num_nodes, scale, softcap, window, out, lse
-    )
+    run(q, k_cache, v_cache, mask, prefix_lens, block_table, num_nodes, scale, softcap, window, out, lse)

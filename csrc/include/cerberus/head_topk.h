@@ -29,9 +29,7 @@ struct HeadTopkArgs {
 
 // The vocabulary is summed block by block and the blocks in order, so that no rounding depends on the shares.
 // A block of the weight stays in a core's cache while every row of states passes over it.
-CERBERUS_HD int64_t head_topk_block_rows(int64_t width) {
-  return width <= 1024 ? 48 : 24;
-}
+CERBERUS_HD int64_t head_topk_block_rows(int64_t width) { return width <= 1024 ? 48 : 24; }
 inline constexpr int64_t kHeadTopkMaxBlockRows = 48;
 
 CERBERUS_HD int64_t head_topk_blocks(const HeadTopkArgs& args) {

@@ -20,7 +20,7 @@ struct TreeAttentionArgs {
   const int32_t* block_table;  // [batch, max_blocks], or null
   const int32_t* num_nodes;    // [batch], or null when every row has all `nodes`
   void* out;                   // as q, written whole
-  float* lse;                  // [batch, nodes, q_heads], written whole
+  float* lse;                  // [batch, nodes, q_heads], written whole, or null
   DType dtype;                 // of q, the caches and out
   int64_t batch, nodes, q_heads, kv_heads, head_dim;
   int64_t block_size;
