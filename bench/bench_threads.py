@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import cerberus_kernels as ck
+from bench.bench_verify_tree import inputs as verify_inputs
+from bench.conftest import same
 
 
-@pytest.mark.parametrize("order", ["matmul alone", "operator alone", "in turns"])
-def test_threads(benchmark, order):
+@functools.lru_cache(maxsize=1)
+def inputs(operator: str):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, 1024, generator=generator)
-    weight = torch.randn(1024, 1024, generator=generator)
-    states = torch.randn(4, 512, generator=generator)
-    vocab_weight = torch.randn(8192, 512, generator=generator)
+    if operator == "head_topk":
+        matrices = torch.randn(256, 1024, generator=generator), torch.randn(1024, 1024, generator=generator)
+        arguments = (torch.randn(4, 512, generator=generator), torch.randn(8192, 512, generator=generator), 8)
+    else:
+        matrices = torch.randn(256, 256, generator=generator), torch.randn(256, 256, generator=generator)
+        arguments = verify_inputs(1, 49152, "float32")
+    return matrices, arguments
 
-    def run():
-        for _ in range(4):
-            if order != "operator alone":
-                torch.mm(x, weight)
-            if order != "matmul alone":
-                ck.head_topk(states, vocab_weight, 8, backend="native")
 
-    benchmark.group = f"threads={torch.get_num_threads()}: torch matmul and head_topk"
-    benchmark.pedantic(run, rounds=20, iterations=1, warmup_rounds=2)
+@pytest.mark.parametrize("case", ["torch_matmul", "native", "native_in_turns"])
+@pytest.mark.parametrize("operator", ["head_topk", "verify_tree"])
+def test_threads(compare, operator, case):
+    (left, right), arguments = inputs(operator)
+    run = functools.partial(getattr(ck, operator), *arguments)
+
+    def product():
+        return left @ right
+
+    def both():
+        return product(), run(backend="native")
+
+    calls = {"torch_matmul": product, "native": functools.partial(run, backend="native"), "native_in_turns": both}
+    product_right = (left.double() @ right.double()).float()
+
+    def agree(found, truth):
+        if case != "native":
+            torch.testing.assert_close(
+                found if case == "torch_matmul" else found[0], product_right, rtol=1e-4, atol=1e-3
+            )
+        if case != "torch_matmul":
+            same(found if case == "native" else found[1], truth)
+
+    group = f"threads {operator} and torch's matmul, threads={torch.get_num_threads()}"
+    compare(group, calls, case, agree, expected=functools.partial(run, backend="reference"))

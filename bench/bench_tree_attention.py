@@ -1,53 +1,111 @@
-"""tree_attention against its reference and against scaled_dot_product_attention with a dense mask."""
+"""tree_attention over contiguous and paged caches, its reference, and two plain PyTorch ways: SDPA and FlexAttention.
+
+The caches come from memory, as those of a model's layers do.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 
 import cerberus_kernels as ck
-from cerberus_kernels.testing import assert_close, random_parents
+from bench.measure import Work, in_turns
+from cerberus_kernels.testing import random_parents
 from cerberus_kernels.testing.trees import chain
 
-HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
-SHAPES = [(nodes, prefix) for nodes in (1, 8, 32, 64) for prefix in (256, 1024)] + [(512, 0)]
+BLOCK = 16
+# Nodes, prefix, query heads, heads of the cache, head dim: SmolLM2-135M's layers, one of Llama 3 8B, a prompt.
+SHAPES = [(nodes, prefix, 9, 3, 64) for nodes in (1, 8, 32, 64) for prefix in (256, 1024, 4096)]
+SHAPES += [(64, 1024, 32, 8, 128), (512, 0, 9, 3, 64)]
+FLEX = (64, 1024, 9, 3, 64)
 
 
-def problem(nodes: int, prefix: int, dtype: torch.dtype):
-    q = torch.randn(1, nodes, HEADS, HEAD_DIM).to(dtype)
+@functools.lru_cache(maxsize=1)
+def inputs(nodes: int, prefix: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, nodes, heads, head_dim, generator=generator).to(dtype)
     # The caches lie heads first, as scaled_dot_product_attention likes them.
+    slots = (prefix + nodes + 32) // BLOCK * BLOCK
     k_cache, v_cache = (
-        torch.randn(1, KV_HEADS, prefix + nodes + 32, HEAD_DIM).to(dtype).transpose(1, 2) for _ in range(2)
+        torch.randn(1, kv_heads, slots, head_dim, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)
     )
-    parents = random_parents(nodes, 0) if prefix else chain(nodes)
-    mask = ck.tree_mask(torch.tensor(parents, dtype=torch.int32))
+    # A prompt is a chain over an empty prefix.
+    mask = ck.tree_mask(torch.tensor(random_parents(nodes, 0) if prefix else chain(nodes), dtype=torch.int32))
     return q, k_cache, v_cache, mask, torch.tensor([prefix], dtype=torch.int32)
 
 
-def dense(q, k_cache, v_cache, visible):
+def paged(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """The same slots in blocks that lie in another order."""
+    blocks = torch.empty(block_table.shape[1], BLOCK, *cache.shape[2:], dtype=cache.dtype)
+    blocks[block_table[0].long()] = cache[0].unflatten(0, (-1, BLOCK))
+    return blocks
+
+
+def visible_slots(mask: torch.Tensor, prefix: int) -> torch.Tensor:
+    nodes = mask.shape[0]
+    return torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), ck.unpack_mask(mask, nodes)], dim=1)
+
+
+def torch_sdpa(q, visible, k_cache, v_cache):
     length = visible.shape[1]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k_cache[:, :length].transpose(1, 2),
-        v_cache[:, :length].transpose(1, 2),
-        attn_mask=visible,
-        enable_gqa=True,
-    )
-    return out.transpose(1, 2)
+    keys, values = k_cache[:, :length].transpose(1, 2), v_cache[:, :length].transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, attn_mask=visible, enable_gqa=True
+    ).transpose(1, 2)
 
 
-@pytest.mark.parametrize("case", ["native", "reference", "dense_sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("nodes", "prefix"), SHAPES)
-def test_tree_attention(benchmark, case, dtype, nodes, prefix):
-    torch.manual_seed(0)
-    inputs = problem(nodes, prefix, dtype)
-    visible = torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), ck.unpack_mask(inputs[3], nodes)], dim=1)
-    calls = {
-        "native": lambda: ck.tree_attention(*inputs, backend="native"),
-        "reference": lambda: ck.tree_attention(*inputs, backend="reference"),
-        "dense_sdpa": lambda: dense(*inputs[:3], visible),
+def torch_flex(q, visible):
+    """FlexAttention compiled for the shape, its block mask made beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    nodes, length = visible.shape
+    blocks = create_block_mask(lambda b, h, i, j: visible[i, j], 1, 1, nodes, length, device="cpu")
+    compiled = torch.compile(flex_attention)
+
+    def call(k_cache, v_cache):
+        keys, values = k_cache[:, :length].transpose(1, 2), v_cache[:, :length].transpose(1, 2)
+        return compiled(q.transpose(1, 2), keys, values, block_mask=blocks, enable_gqa=True).transpose(1, 2)
+
+    return call
+
+
+@pytest.mark.parametrize("case", ["native", "native_paged", "reference", "torch_sdpa", "torch_flex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"N{s[0]}-S{s[1]}-{s[2]}/{s[3]}x{s[4]}")
+def test_tree_attention(compare, request, case, dtype, shape):
+    if case == "torch_flex":
+        if (shape, dtype) != (FLEX, torch.bfloat16):
+            pytest.skip("FlexAttention is compiled for one shape only: that takes half a minute")
+        if request.config.getoption("quick"):
+            pytest.skip("compiling FlexAttention takes half a minute")
+    nodes, prefix, heads, kv_heads, head_dim = shape
+    q, k_cache, v_cache, mask, prefix_lens = inputs(*shape, dtype)
+    visible = visible_slots(mask, prefix)
+    caches = (k_cache, v_cache)
+    block_table = torch.randperm(k_cache.shape[1] // BLOCK, generator=torch.Generator().manual_seed(1))[None].int()
+
+    def ours(backend, k, v, **options):
+        return ck.tree_attention(q, k, v, mask, prefix_lens, backend=backend, **options)
+
+    if case == "native_paged":
+        caches = tuple(paged(cache, block_table) for cache in caches)
+    make = {
+        "native": lambda: functools.partial(ours, "native"),
+        "native_paged": lambda: functools.partial(ours, "native", block_table=block_table),
+        "reference": lambda: functools.partial(ours, "reference"),
+        "torch_sdpa": lambda: functools.partial(torch_sdpa, q, visible),
+        "torch_flex": lambda: torch_flex(q, visible),
     }
-    assert_close(calls[case](), calls["reference"]())
-    benchmark.group = f"tree_attention N={nodes} S={prefix} {dtype}"
-    benchmark.pedantic(calls[case], rounds=12, iterations=2, warmup_rounds=2)
+    with torch.inference_mode(case != "torch_flex"), torch.no_grad():
+        compare(
+            f"tree_attention N={nodes} S={prefix} heads={heads}/{kv_heads}x{head_dim} {str(dtype)[6:]}",
+            {case: in_turns(make[case](), *caches)},
+            case,
+            work=Work(
+                (2 * (prefix + nodes) * kv_heads + 2 * nodes * heads) * head_dim * q.element_size(),
+                4 * heads * head_dim * int(visible.sum()),
+            ),
+            expected=functools.partial(ours, "reference", k_cache, v_cache),
+        )

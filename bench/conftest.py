@@ -21,7 +21,7 @@ from cerberus_kernels.testing import assert_close
 
 KINDS = ("native", "reference", "torch", "peer")
 ROUND_SECONDS = 1e-3
-CASE_SECONDS = 0.15
+CASE_SECONDS = 0.1
 SWEEPS = pytest.StashKey[dict[str, Sweep]]()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import itertools
@@ -56,15 +57,19 @@ def shortest(call: Callable[[], object], rounds: int = 5) -> float:
     return min(times)
 
 
-def in_turns(call: Callable[..., T], *weights: torch.Tensor) -> Callable[[], T]:
-    """``call(*weights)`` on the next copy of the weights every time, so that they come from memory and not from a cache.
+def in_turns(call: Callable[..., T], *weights: object) -> Callable[[], T]:
+    """``call(*weights)`` on another copy of the weights each time, so that they come from memory and not from a cache.
 
-    That is how a pass over a model meets them.
+    That is how a pass over a model meets weights and caches.
     """
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    copies = [weights, *([w.clone() for w in weights] for _ in range(CACHED_BYTES // num_bytes))]
-    turns = itertools.cycle(copies)
+    copies = CACHED_BYTES // max(1, sum(_stored_bytes(weight) for weight in weights))
+    turns = itertools.cycle([weights, *(copy.deepcopy(weights) for _ in range(copies))])
     return lambda: call(*next(turns))
+
+
+def _stored_bytes(weight: object) -> int:
+    tensor = weight.panels if isinstance(weight, ck.PackedWeight) else weight
+    return tensor.numel() * tensor.element_size()
 
 
 def bandwidth() -> float:
