@@ -8,13 +8,14 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name
 PACKAGE := pyproject.toml setup.py CMakeLists.txt $(NATIVE)
 QUICK_BENCH := --quick --benchmark-only
 
-.PHONY: help build lint format test sanitize bench bench-quick demo clean distclean
+.PHONY: help build lint format test sanitize emulate-avx512 bench bench-quick demo clean distclean
 
 help:
 	@echo "make build        compile and install into .venv"
 	@echo "make demo         generate text, then compare decoding methods in a table"
 	@echo "make test         run the tests"
 	@echo "make sanitize     run the operators' tests on a build that stops at bad memory accesses"
+	@echo "make emulate-avx512  run the AVX-512 level in an emulated processor"
 	@echo "make lint         check style and types; make format fixes the style"
 	@echo "make bench        time every operator against its reference; bench-quick only runs each once"
 	@echo "make clean        remove what was built; distclean removes .venv too"
@@ -59,6 +60,10 @@ bench-quick: $(VENV)/dev.stamp
 
 sanitize: $(VENV)/dev.stamp
 	PYTHON=$(CURDIR)/$(BIN)/python tests/sanitize.sh
+
+# Not in the virtual environment: it needs packages of the system, which its head lists.
+emulate-avx512:
+	tests/emulate_avx512.sh
 
 demo: $(VENV)/decode.stamp
 	$(BIN)/cerberus generate "Explain in three sentences why the sky is blue." --max-new-tokens 96

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -223,6 +224,20 @@ def test_nan_row_stays_alone(backend):
     others = torch.ones(5, 2, dtype=torch.bool)
     others[2, 1] = False
     assert_close(gradient[others], clean[others])
+
+
+@pytest.mark.parametrize("width", [1, 40, 100])
+def test_in_a_nan_row_no_target_is_correct(backend, width):
+    weight = torch.ones(width, 1)
+    weight[width // 2] = float("nan")
+    for target in {0, width // 2, width - 1}:
+        targets = torch.tensor([[target]])
+        for level in available_isa_levels() if backend == "native" else ("",):
+            with isa_level(level) if level else contextlib.nullcontext():
+                _, correct, counted = ck.head_loss(
+                    torch.ones(1, 1, 1), weight, targets, return_correct=True, backend=backend
+                )
+            assert (correct.item(), counted.item()) == (0, 1), (target, level)
 
 
 def test_large_logits_stay_finite(backend):

@@ -115,8 +115,13 @@ def build_consumer(source: Path, installed: Path, build: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def consumer(installed, tmp_path_factory) -> Path:
-    return build_consumer(ROOT / "tests" / "cpp", installed, tmp_path_factory.mktemp("consumer")) / "tree_mask"
+def consumers(installed, tmp_path_factory) -> Path:
+    return build_consumer(ROOT / "tests" / "cpp", installed, tmp_path_factory.mktemp("consumer"))
+
+
+@pytest.fixture(scope="module")
+def consumer(consumers) -> Path:
+    return consumers / "tree_mask"
 
 
 def test_cmake_installs_library_headers_and_configuration(installed):
@@ -140,6 +145,14 @@ def test_objects_of_a_level_hold_no_symbol_that_another_level_could_share(instal
 
 def test_a_cpp_program_finds_and_calls_the_library(consumer):
     assert output(consumer, CERBERUS_CPU_ISA="").split()[1:] == ["1", "3", "5", "11", "21"]
+
+
+def test_every_operator_agrees_at_every_level_and_stays_within_its_arrays(consumers):
+    levels, *operators = output(consumers / "levels").splitlines()
+    assert levels.split() == output(consumers / "levels", "--list-levels").split() == list(available_isa_levels())
+    cases = dict(re.fullmatch(r"(\w+): (\d+) cases agree", line).groups() for line in operators)
+    assert set(cases) == set(OPERATORS)
+    assert all(int(count) > 0 for count in cases.values())
 
 
 def test_the_verify_example_prints_the_verdict(installed, tmp_path):

@@ -11,16 +11,26 @@ namespace {
 constexpr int64_t kGrainLogits = 1 << 13;
 constexpr int kUnroll = 4;
 
+// The greatest of a row, NaN if there is any: a comparison alone would keep or lose one depending on its
+// lane.
 inline __attribute__((always_inline)) float row_maximum(const float* logits, int64_t vocab) {
-  Floats best[kUnroll];
+  Floats best[kUnroll], nan = Floats{};
   for (int u = 0; u < kUnroll; ++u) best[u] = splat(-__builtin_inff());
   int64_t v = 0;
   for (; v + kUnroll * kLanes <= vocab; v += kUnroll * kLanes) {
-    for (int u = 0; u < kUnroll; ++u) best[u] = maximum(best[u], load(logits + v + u * kLanes));
+    for (int u = 0; u < kUnroll; ++u) {
+      const Floats values = load(logits + v + u * kLanes);
+      best[u] = maximum(best[u], values);
+      nan = select(values != values, values, nan);
+    }
   }
   float top = horizontal_maximum(maximum(maximum(best[0], best[1]), maximum(best[2], best[3])));
-  for (; v < vocab; ++v) top = logits[v] > top ? logits[v] : top;
-  return top;
+  float flaw = horizontal_sum(nan);
+  for (; v < vocab; ++v) {
+    top = logits[v] > top ? logits[v] : top;
+    flaw = logits[v] != logits[v] ? logits[v] : flaw;
+  }
+  return flaw != flaw ? flaw : top;
 }
 
 // Exponentials of logits - top: their sum, and with a teacher its dot product with logits - top.

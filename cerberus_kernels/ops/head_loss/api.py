@@ -143,7 +143,8 @@ def head_loss(
         head_weights: ``[K]`` floats, by default all one.
         soft_weight: share of the loss on the teacher, in [0, 1]; above 0 it needs a teacher.
         chunk_tokens: positions per chunk, by default as many as keep its logits within 64 MiB.
-        return_correct: also count, per head, how many targets were the first maximum of their row.
+        return_correct: also count, per head, how many targets were the first maximum of their row; in a row with NaN
+            none is.
         backend: ``"auto"``, ``"reference"`` or ``"native"``.
 
     Returns:

@@ -67,7 +67,8 @@ RowLoss = Callable[[torch.Tensor, Rows, bool], tuple[torch.Tensor, torch.Tensor]
 def row_loss(logits: torch.Tensor, rows: Rows, needs_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each row and, in place of the logits, scale · (softmax - (1 - a)·onehot - a·teacher)."""
     targets = rows.targets.unsqueeze(1)
-    correct = logits.argmax(-1) == rows.targets
+    greatest, token = logits.max(-1)
+    correct = (token == rows.targets) & ~greatest.isnan()
     log_sum = logits.logsumexp(-1, keepdim=True)
     hard = (log_sum - logits.gather(1, targets)).squeeze(1)
     loss = hard

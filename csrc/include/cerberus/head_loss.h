@@ -14,7 +14,7 @@ struct HeadLossArgs {
   const float* teacher;    // [any, vocab] probabilities, contiguous, or null
   const int64_t* teacher_row;  // [rows], row of teacher; null without teacher
   float* loss;                 // [rows], written, not scaled
-  bool* correct;               // [rows], written: the target is the row's first maximum
+  bool* correct;  // [rows], written: the target is the row's first maximum and the row holds no NaN
   int64_t rows;
   int64_t vocab;
   float soft_weight;  // share of the loss on the teacher
