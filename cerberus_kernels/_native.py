@@ -55,7 +55,7 @@ def function(name: str) -> Any:
 
 
 def isa() -> str:
-    """Instruction-set level in use: ``baseline``, ``avx2`` or ``avx512``."""
+    """Instruction-set level in use: ``baseline``, ``avx2``, ``avx512`` or ``amx``."""
     return function("active_isa")()
 
 

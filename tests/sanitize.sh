@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 build=build/sanitize
 
-# Only levels that this processor runs can be tested, and the wide one takes longest to compile.
+# The level amx runs on emulated tiles. Of the others, only those that this processor runs can be tested, and the wide one takes longest to compile.
 avx512=$(grep -qw avx512bw /proc/cpuinfo && echo ON || echo OFF)
 source_hash=$("$python" - <<'END'
 import pathlib, runpy
@@ -14,7 +14,7 @@ print(runpy.run_path("cerberus_kernels/source_hash.py")["source_hash"](pathlib.P
 END
 )
 PATH=$(dirname "$(command -v "$python")"):$PATH
-cmake -S . -B $build -G Ninja -DCERBERUS_SANITIZE=ON -DCERBERUS_AVX512="$avx512" -DCERBERUS_PYTHON=ON \
+cmake -S . -B $build -G Ninja -DCERBERUS_SANITIZE=ON -DCERBERUS_EMULATE_TILES=ON -DCERBERUS_AVX512="$avx512" -DCERBERUS_PYTHON=ON \
   -Dtvm_ffi_DIR="$("$python" -m tvm_ffi.config --cmakedir)" -DCERBERUS_SOURCE_HASH="$source_hash" \
   -DCERBERUS_PYTHON_DESTINATION=lib
 cmake --build $build

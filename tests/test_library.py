@@ -19,7 +19,7 @@ from cerberus_kernels.testing import available_isa_levels, isa_level
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ROOT / "cerberus_kernels" / "lib"
 BUILD = ROOT / "build" / "tests-cpp"  # kept between runs, so that only what changed is compiled again
-LEVELS = ("baseline", "avx2", "avx512")
+LEVELS = ("baseline", "avx2", "avx512", "amx")
 OPERATORS = re.findall(r"X\((\w+), \w+\)", (ROOT / "csrc" / "cpu" / "ops.h").read_text())
 # Functions of the C++ library beside the operators.
 SERVICES = {"active_isa", "best_isa", "isa_name", "set_isa", "num_threads", "thread_runtime"}
@@ -80,8 +80,12 @@ def test_wide_instructions_lie_only_in_functions_of_their_level(library):
     vector = re.compile(r"\tv[a-z0-9]+ .*%[xyz]mm")
     general = re.compile(r"\t(andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx)[lq]? ")
     avx512 = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
-    seen = {"isa_avx2": 0, "isa_avx512": 0}
+    seen = {"isa_avx2": 0, "isa_avx512": 0, "isa_amx": 0}
     for name, code in functions(LIBRARIES / library):
+        if "isa_amx" in name:
+            seen["isa_amx"] += "%tmm" in code
+            continue
+        assert "%tmm" not in code, f"{name} holds tile instructions"
         if "isa_avx512" in name:
             seen["isa_avx512"] += 1
             continue
@@ -176,7 +180,7 @@ def test_environment_forces_a_level_or_names_the_best(consumer, level):
 def test_an_unknown_level_is_refused_by_the_variables_name(consumer):
     environment = {**os.environ, "CERBERUS_CPU_ISA": "sse9"}
     result = subprocess.run([consumer], env=environment, capture_output=True, text=True, check=False)
-    refusal = "CERBERUS_CPU_ISA must be baseline, avx2 or avx512, got sse9"
+    refusal = "CERBERUS_CPU_ISA must be baseline, avx2, avx512 or amx, got sse9"
     assert (result.returncode, result.stderr.strip()) == (1, refusal)
 
 
@@ -186,7 +190,7 @@ def test_levels_are_set_and_refused_at_run_time():
         with isa_level(level):
             assert _native.isa() == level
     assert _native.isa() == before
-    with pytest.raises(ValueError, match="isa must be baseline, avx2 or avx512, got neon"):
+    with pytest.raises(ValueError, match="isa must be baseline, avx2, avx512 or amx, got neon"):
         _native.set_isa("neon")
 
 

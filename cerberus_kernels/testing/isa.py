@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from .. import _native
 
-_LEVELS = ("baseline", "avx2", "avx512")
+_LEVELS = ("baseline", "avx2", "avx512", "amx")
 
 
 def available_isa_levels() -> tuple[str, ...]:

@@ -19,9 +19,18 @@ CERBERUS_CPU_OPERATORS(CERBERUS_DECLARE)
 #else
 namespace isa_avx512 = isa_avx2;  // best_isa() never names it
 #endif
+// What is declared here hides the avx512 build of the same name.
+namespace isa_amx {
+using namespace isa_avx512;
+#if defined(CERBERUS_AMX_LEVEL) || defined(CERBERUS_EMULATE_TILES)
+CERBERUS_TILE_OPERATORS(CERBERUS_DECLARE)
+#endif
+}  // namespace isa_amx
 #define CERBERUS_DEFINE(op, Args)      \
   void op(const Args& args) {          \
     switch (active_isa()) {            \
+      case Isa::amx:                   \
+        return isa_amx::op(args);      \
       case Isa::avx512:                \
         return isa_avx512::op(args);   \
       case Isa::avx2:                  \

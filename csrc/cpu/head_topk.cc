@@ -5,6 +5,7 @@
 
 #include <math.h>
 
+#include "head_topk_tiles.h"
 #include "parallel.h"
 #include "projection.h"
 
@@ -70,11 +71,20 @@ inline void take_block(const HeadTopkArgs& args, const Scratch& scratch, int64_t
   const int64_t blocks = head_topk_blocks(args), block_rows = head_topk_block_rows(args.width);
   const int64_t first = block * block_rows;
   const int64_t count = first + block_rows <= args.vocab ? block_rows : args.vocab - first;
-  const int64_t stride = packed_width(args.width);
+  const T* weight = static_cast<const T*>(args.weight) + first * args.weight_stride;
   float logits[Rows][kHeadTopkMaxBlockRows];
-  dot_rows<T, Rows>(scratch.packed + row * stride, stride,
-                    static_cast<const T*>(args.weight) + first * args.weight_stride, args.weight_stride,
-                    count, args.width, logits[0], kHeadTopkMaxBlockRows);
+#if defined(CERBERUS_TILES)
+  if constexpr (std::is_same<T, BFloat16>::value) {
+    const int64_t stride = num_depths(args.width) * kTileDepth;
+    tile_rows(reinterpret_cast<const BFloat16*>(scratch.packed) + row * stride, weight, args.weight_stride,
+              count, args.width, Rows, logits[0], kHeadTopkMaxBlockRows);
+  } else
+#endif
+  {
+    const int64_t stride = packed_width(args.width);
+    dot_rows<T, Rows>(scratch.packed + row * stride, stride, weight, args.weight_stride, count, args.width,
+                      logits[0], kHeadTopkMaxBlockRows);
+  }
   for (int s = 0; s < Rows; ++s) {
     const float maximum = max_of(logits[s], count);
     scratch.block_max[(row + s) * blocks + block] = maximum;
@@ -90,29 +100,25 @@ inline void take_block(const HeadTopkArgs& args, const Scratch& scratch, int64_t
   }
 }
 
-// The rows from `row` on that one pass over the block takes; how many these are.
+// Of `rows` rows that are left, how many one pass over a block takes.
+CERBERUS_SIMD int64_t rows_of_pass(int64_t rows) { return rows <= 6 ? rows : 4; }
+
 template <typename T>
-inline int64_t take_rows(const HeadTopkArgs& args, const Scratch& scratch, int64_t share, int64_t row,
-                         int64_t block) {
-  switch (args.rows - row) {
+inline void take_rows(const HeadTopkArgs& args, const Scratch& scratch, int64_t share, int64_t row,
+                      int64_t block) {
+  switch (rows_of_pass(args.rows - row)) {
     case 1:
-      take_block<T, 1>(args, scratch, share, row, block);
-      return 1;
+      return take_block<T, 1>(args, scratch, share, row, block);
     case 2:
-      take_block<T, 2>(args, scratch, share, row, block);
-      return 2;
+      return take_block<T, 2>(args, scratch, share, row, block);
     case 3:
-      take_block<T, 3>(args, scratch, share, row, block);
-      return 3;
+      return take_block<T, 3>(args, scratch, share, row, block);
+    case 4:
+      return take_block<T, 4>(args, scratch, share, row, block);
     case 5:
-      take_block<T, 5>(args, scratch, share, row, block);
-      return 5;
-    case 6:
-      take_block<T, 6>(args, scratch, share, row, block);
-      return 6;
+      return take_block<T, 5>(args, scratch, share, row, block);
     default:
-      take_block<T, 4>(args, scratch, share, row, block);
-      return 4;
+      return take_block<T, 6>(args, scratch, share, row, block);
   }
 }
 
@@ -121,7 +127,9 @@ inline void take_share(const HeadTopkArgs& args, const Scratch& scratch, int64_t
   const int64_t blocks = head_topk_blocks(args);
   for (int64_t row = 0; row < args.rows; ++row) scratch.heap_counts[share * args.rows + row] = 0;
   for (int64_t block = blocks * share / args.shares; block < blocks * (share + 1) / args.shares; ++block) {
-    for (int64_t row = 0; row < args.rows;) row += take_rows<T>(args, scratch, share, row, block);
+    for (int64_t row = 0; row < args.rows; row += rows_of_pass(args.rows - row)) {
+      take_rows<T>(args, scratch, share, row, block);
+    }
   }
 }
 
@@ -146,16 +154,35 @@ inline void finish_row(const HeadTopkArgs& args, const Scratch& scratch, int64_t
   }
 }
 
+// The states in the order in which the products take them.
 template <typename T>
-inline void run(const HeadTopkArgs& args) {
-  const Scratch scratch(args);
+inline void pack(const HeadTopkArgs& args, const Scratch& scratch) {
   const T* states = static_cast<const T*>(args.states);
+#if defined(CERBERUS_TILES)
+  if constexpr (std::is_same<T, BFloat16>::value) {
+    BFloat16* packed = reinterpret_cast<BFloat16*>(scratch.packed);
+    for (int64_t row = 0; row < args.rows; row += rows_of_pass(args.rows - row)) {
+      pack_states(states + row * args.states_stride, args.states_stride, rows_of_pass(args.rows - row),
+                  args.width, packed + row * num_depths(args.width) * kTileDepth);
+    }
+    return;
+  }
+#endif
   for (int64_t row = 0; row < args.rows; ++row) {
     pack_row<T>(states + row * args.states_stride, args.width, 1.0f,
                 scratch.packed + row * packed_width(args.width));
   }
+}
+
+template <typename T>
+inline void run(const HeadTopkArgs& args) {
+  const Scratch scratch(args);
+  pack<T>(args, scratch);
   cpu::parallel_for(args.shares, 1, [&](int64_t first, int64_t last) {
     for (int64_t share = first; share < last; ++share) take_share<T>(args, scratch, share);
+#if defined(CERBERUS_TILES)
+    if (std::is_same<T, BFloat16>::value) CERBERUS_TILE_RELEASE();
+#endif
   });
   const int64_t work_per_row = head_topk_blocks(args) + args.shares * args.k;
   cpu::parallel_for(args.rows, 1 + 32768 / work_per_row, [&](int64_t first, int64_t last) {

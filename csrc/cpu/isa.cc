@@ -1,6 +1,11 @@
 // Choice of the instruction-set level; compiled for the baseline only.
 #include "cerberus/isa.h"
 
+#ifdef CERBERUS_AMX_LEVEL
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -10,8 +15,17 @@
 namespace cerberus::cpu {
 namespace {
 
-constexpr const char* kNames[kIsaLevels] = {"baseline", "avx2", "avx512"};
+constexpr const char* kNames[kIsaLevels] = {"baseline", "avx2", "avx512", "amx"};
 std::atomic<int32_t> chosen{-1};
+
+#ifdef CERBERUS_AMX_LEVEL
+// The processor must have tiles, and the kernel must let this process hold them.
+bool has_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 Isa parse(const char* name, const char* origin) {
   for (int32_t level = 0; level < kIsaLevels; ++level) {
@@ -20,7 +34,7 @@ Isa parse(const char* name, const char* origin) {
     throw std::invalid_argument(std::string(origin) + " must be a level this processor runs (best: " +
                                 isa_name(best_isa()) + "), got " + name);
   }
-  throw std::invalid_argument(std::string(origin) + " must be baseline, avx2 or avx512, got " + name);
+  throw std::invalid_argument(std::string(origin) + " must be baseline, avx2, avx512 or amx, got " + name);
 }
 
 }  // namespace
@@ -38,6 +52,12 @@ Isa best_isa() {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
     const bool avx512 = false;
+#endif
+#ifdef CERBERUS_AMX_LEVEL
+    if (avx512 && has_tiles()) return Isa::amx;
+#endif
+#ifdef CERBERUS_EMULATE_TILES
+    if (avx2) return Isa::amx;
 #endif
     return avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::baseline;
   }();

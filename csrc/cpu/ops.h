@@ -11,6 +11,11 @@
 #include "cerberus/tree_mask.h"
 #include "cerberus/verify_tree.h"
 
+// Those that the level amx has builds of its own for.
+#define CERBERUS_TILE_OPERATORS(X) \
+  X(head_topk, HeadTopkArgs)       \
+  X(packed_linear, PackedLinearArgs)
+
 #define CERBERUS_CPU_OPERATORS(X)      \
   X(commit_kv, CommitKvArgs)           \
   X(gate, GateArgs)                    \

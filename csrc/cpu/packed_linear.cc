@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "packed_linear_tiles.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -23,8 +24,17 @@ constexpr int kPanelVectors = kPanelWidth / kLanes;
 constexpr int kWideVectors = kPanelVectors < 6 ? kPanelVectors : 6;
 
 constexpr int64_t kStepElements = kStepDepth * kPanelWidth;
-// Steps of a block: 18 KiB of 16-bit weights.
-constexpr int64_t kBlockSteps = 96;
+// Whether products of this type go through matrix tiles.
+#if defined(CERBERUS_TILES)
+template <typename T>
+constexpr bool kTiled = std::is_same<T, BFloat16>::value;
+#else
+template <typename T>
+constexpr bool kTiled = false;
+#endif
+// Steps of a block: 18 KiB of 16-bit weights, or 36 KiB where the processors have 48 KiB to hold them in.
+template <typename T>
+constexpr int64_t kBlockSteps = kTiled<T> ? 192 : 96;
 constexpr int64_t kRowBlock = 64;
 constexpr int64_t kLineBytes = 64;
 
@@ -198,9 +208,20 @@ void panels(const PackedLinearArgs& args, int64_t first_panel, int64_t last_pane
     for (int64_t row = 0; row < args.rows; row += kRowBlock) {
       const int64_t rows = args.rows - row < kRowBlock ? args.rows - row : kRowBlock;
       const int64_t passes = num_passes(rows);
-      for (int64_t step = 0; step < steps; step += kBlockSteps) {
-        const int64_t count = steps - step < kBlockSteps ? steps - step : kBlockSteps;
+#if defined(CERBERUS_TILES)
+      if (kTiled<T>) set_shapes(group_rows(rows));
+#endif
+      for (int64_t step = 0; step < steps; step += kBlockSteps<T>) {
+        const int64_t count = steps - step < kBlockSteps<T> ? steps - step : kBlockSteps<T>;
         const T* block = packed + (p * steps + step) * kStepElements;
+#if defined(CERBERUS_TILES)
+        if constexpr (kTiled<T>) {
+          const int64_t stride = tile_x_stride(args.in_features);
+          const BFloat16* inputs = reinterpret_cast<const BFloat16*>(args.scratch) + row * stride;
+          tile_block(inputs + step * kStepDepth, stride, block, count, rows, step == 0, total);
+          continue;
+        }
+#endif
         Ahead ahead{reinterpret_cast<const char*>(block + count * kStepElements),
                     static_cast<int64_t>(sizeof(T)) * kStepElements / passes};
         const float* x = args.scratch + row * x_stride + step * kStepDepth;
@@ -214,12 +235,15 @@ void panels(const PackedLinearArgs& args, int64_t first_panel, int64_t last_pane
             args.out_features, out + at);
     }
   }
+#if defined(CERBERUS_TILES)
+  if (kTiled<T>) CERBERUS_TILE_RELEASE();
+#endif
 }
 
-// A row of x as floats, after what goes before the product. Stores whole vectors: the scratch has room for
-// them.
-template <typename T>
-CERBERUS_SIMD void prepare_row(const PackedLinearArgs& args, const T* from, float* to) {
+// A row of x after what goes before the product, as floats or exactly as it is, with zeros up to `stride`.
+// Stores whole vectors: the scratch has room for them.
+template <typename T, typename To>
+CERBERUS_SIMD void prepare_row(const PackedLinearArgs& args, const T* from, int64_t stride, To* to) {
   const T* norm = static_cast<const T*>(args.norm_weight);
   float scale = 1.0f;
   if (norm) {
@@ -240,16 +264,23 @@ CERBERUS_SIMD void prepare_row(const PackedLinearArgs& args, const T* from, floa
     if (norm) x = rounded<T>(rounded<T>(x * scale) * load_first(norm + i, count));
     store(to + i, x);
   }
-  if (args.in_features % kStepDepth != 0) to[args.in_features] = 0.0f;
+  for (int64_t i = args.in_features; i < stride; ++i) to[i] = To{};
 }
 
 template <typename T>
 void run(const PackedLinearArgs& args) {
+  using Input = typename std::conditional<kTiled<T>, T, float>::type;
+#if defined(CERBERUS_TILES)
+  const int64_t stride =
+      kTiled<T> ? tile_x_stride(args.in_features) : packed_linear_scratch_stride(args.in_features);
+#else
   const int64_t stride = packed_linear_scratch_stride(args.in_features);
+#endif
   const int64_t row_work = args.in_features * (args.gated ? 8 : 1);
   cpu::parallel_for(args.rows, 1 + 32768 / row_work, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      prepare_row(args, static_cast<const T*>(args.x) + row * args.x_stride, args.scratch + row * stride);
+      prepare_row(args, static_cast<const T*>(args.x) + row * args.x_stride, stride,
+                  reinterpret_cast<Input*>(args.scratch) + row * stride);
     }
   });
   // A thread is worth waking for some 32 thousand multiplications per row of x.

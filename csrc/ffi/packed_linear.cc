@@ -1,7 +1,6 @@
 #include "cerberus/packed_linear.h"
 
-#include <memory>
-
+#include "scratch.h"
 #include "tensors.h"
 
 namespace cerberus::ffi {
@@ -82,8 +81,8 @@ void packed_linear(TensorView x, TensorView panels, Optional<TensorView> bias,
   args.panels = panels.data_ptr();
   args.out = out.data_ptr();
   if (args.rows == 0) return;
-  const std::unique_ptr<float[]> scratch(new float[packed_linear_scratch(args.rows, args.in_features)]);
-  args.scratch = scratch.get();
+  const Scratch scratch(4 * packed_linear_scratch(args.rows, args.in_features));
+  args.scratch = static_cast<float*>(scratch.data());
   cpu::packed_linear(args);
 }
 

@@ -1,5 +1,6 @@
 // Instruction-set levels: each operator's source is compiled once per level into its own namespace, and the
-// level is chosen once, at run time. CERBERUS_ISA names the namespace of the level being compiled.
+// level is chosen once, at run time. The level amx is avx512 with other builds of the operators that use
+// tiles. CERBERUS_ISA names the namespace of the level being compiled.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,8 @@
 
 namespace cerberus {
 
-enum class Isa : int32_t { baseline = 0, avx2 = 1, avx512 = 2 };
-inline constexpr int32_t kIsaLevels = 3;
+enum class Isa : int32_t { baseline = 0, avx2 = 1, avx512 = 2, amx = 3 };
+inline constexpr int32_t kIsaLevels = 4;
 
 namespace cpu {
 

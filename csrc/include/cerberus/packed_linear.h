@@ -36,10 +36,10 @@ struct PackedLinearArgs {
   DType out_dtype;  // `dtype` or f32
 };
 
-// Floats between two rows of the fp32 copy of x: the odd cache line keeps rows of power-of-two length out of
-// the same cache sets.
+// Floats between two rows of the copy of x: the odd cache line keeps rows of power-of-two length out of the
+// same cache sets. The rest is room for a copy in bf16 padded to whole tiles of 32 inputs and 16 rows.
 CERBERUS_HD int64_t packed_linear_scratch_stride(int64_t in_features) {
-  return num_steps(in_features) * kStepDepth + 16;
+  return num_steps(in_features) * kStepDepth + 48;
 }
 CERBERUS_HD int64_t packed_linear_scratch(int64_t rows, int64_t in_features) {
   return rows * packed_linear_scratch_stride(in_features);
