@@ -6,9 +6,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := pyproject.toml setup.py CMakeLists.txt $(NATIVE)
+RESULTS := .benchmarks/results.json
 QUICK_BENCH := --quick --benchmark-only
 
-.PHONY: help build lint format test sanitize emulate-avx512 bench bench-quick demo clean distclean
+.PHONY: help build lint format test sanitize emulate-avx512 bench bench-quick bench-report demo clean distclean
 
 help:
 	@echo "make build        compile and install into .venv"
@@ -17,7 +18,8 @@ help:
 	@echo "make sanitize     run the operators' tests on a build that stops at bad memory accesses"
 	@echo "make emulate-avx512  run the AVX-512 level in an emulated processor"
 	@echo "make lint         check style and types; make format fixes the style"
-	@echo "make bench        time every operator against its reference; bench-quick only runs each once"
+	@echo "make bench        time every operator against its reference; bench-quick only runs each once,"
+	@echo "                  bench-report writes docs/performance.md from the last run of bench"
 	@echo "make clean        remove what was built; distclean removes .venv too"
 
 build: $(VENV)/decode.stamp
@@ -53,7 +55,11 @@ test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest bench --benchmark-only
+	@mkdir -p $(dir $(RESULTS))
+	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=$(RESULTS)
+
+bench-report: $(VENV)/dev.stamp
+	$(BIN)/python -m bench.report $(RESULTS)
 
 bench-quick: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest bench $(QUICK_BENCH)

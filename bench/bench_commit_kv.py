@@ -11,7 +11,7 @@ import cerberus_kernels as ck
 from bench.measure import Work
 
 LAYERS, SLOTS, KV_HEADS, HEAD_DIM = 30, 1024, 3, 64
-PREFIX, NODES = 700, (2, 5, 11)
+PREFIX, NODES = 700, (4, 9, 11)
 
 
 @functools.lru_cache(maxsize=1)

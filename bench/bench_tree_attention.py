@@ -1,6 +1,7 @@
 """tree_attention over contiguous and paged caches, its reference, and two plain PyTorch ways: SDPA and FlexAttention.
 
-The caches come from memory, as those of a model's layers do.
+The caches come from memory, as those of a model's layers do. The contiguous ones lie heads first, as SDPA likes them;
+the paged ones slot by slot in blocks of 16, in random order, as engines keep them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ BLOCK = 16
 # Nodes, prefix, query heads, heads of the cache, head dim: SmolLM2-135M's layers, one of Llama 3 8B, a prompt.
 SHAPES = [(nodes, prefix, 9, 3, 64) for nodes in (1, 8, 32, 64) for prefix in (256, 1024, 4096)]
 SHAPES += [(64, 1024, 32, 8, 128), (512, 0, 9, 3, 64)]
-FLEX = (64, 1024, 9, 3, 64)
 
 
 @functools.lru_cache(maxsize=1)
 def inputs(nodes: int, prefix: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, nodes, heads, head_dim, generator=generator).to(dtype)
-    # The caches lie heads first, as scaled_dot_product_attention likes them.
     slots = (prefix + nodes + 32) // BLOCK * BLOCK
     k_cache, v_cache = (
         torch.randn(1, kv_heads, slots, head_dim, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)
@@ -71,15 +70,24 @@ def torch_flex(q, visible):
     return call
 
 
-@pytest.mark.parametrize("case", ["native", "native_paged", "reference", "torch_sdpa", "torch_flex"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"N{s[0]}-S{s[1]}-{s[2]}/{s[3]}x{s[4]}")
-def test_tree_attention(compare, request, case, dtype, shape):
-    if case == "torch_flex":
-        if (shape, dtype) != (FLEX, torch.bfloat16):
-            pytest.skip("FlexAttention is compiled for one shape only: that takes half a minute")
-        if request.config.getoption("quick"):
-            pytest.skip("compiling FlexAttention takes half a minute")
+CASES = [
+    (shape, dtype, case)
+    for shape in SHAPES
+    for dtype in (torch.float32, torch.bfloat16)
+    for case in ("native", "native_paged", "reference", "torch_sdpa")
+]
+# Compiled for one shape only: that takes half a minute.
+CASES.append(((64, 1024, 9, 3, 64), torch.bfloat16, "torch_flex"))
+
+
+def name_of(value: object) -> str:
+    return "N{}-S{}-{}/{}x{}".format(*value) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("shape", "dtype", "case"), CASES, ids=name_of)
+def test_tree_attention(compare, request, shape, dtype, case):
+    if case == "torch_flex" and request.config.getoption("quick"):
+        pytest.skip("compiling FlexAttention takes half a minute")
     nodes, prefix, heads, kv_heads, head_dim = shape
     q, k_cache, v_cache, mask, prefix_lens = inputs(*shape, dtype)
     visible = visible_slots(mask, prefix)

@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SWEEPS] = {}
+    measure.commit()  # of the code that is about to be imported, whatever is checked out meanwhile
 
 
 def same(actual: Any, expected: Any) -> None:
@@ -96,7 +97,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Compare:
 
     def run(group, calls, case, agree=same, *, work=None, sweep=None, expected=None):
         assert case.startswith(KINDS), f"the name of case {case!r} must begin with one of {KINDS}"
-        operator = group.split()[0]
+        operator = group.split()[0].rstrip(",")
         call = calls[case]
         truth, seconds = timed(expected or calls["reference"])
         if expected is not None or case != "reference":

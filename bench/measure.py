@@ -119,7 +119,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {"cerberus_kernels": ck.__version__}
         | {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")},
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -141,7 +141,9 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
+@functools.cache
+def commit() -> str:
+    """The commit that lay here when this was first asked, with ``-dirty`` where files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
