@@ -75,6 +75,8 @@ def schedule(call: Callable[[], Any], seconds: float) -> tuple[int, int]:
 
     A round lasts at least a millisecond and there are at least five, but three where a single call takes half a second.
     """
+    if seconds > 0.05:  # unless the first call compiled something, or woke the threads
+        seconds = min(seconds, timed(call)[1])
     if seconds > 0.05:
         return 3 if seconds > 0.5 else max(5, int(CASE_SECONDS / seconds)), 1
     times: list[float] = []
@@ -112,7 +114,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Compare:
         benchmark.group = group
         benchmark.extra_info.update(operator=operator, case=case)
         rounds, iterations = (1, 1) if quick else schedule(call, seconds)
-        benchmark.pedantic(call, rounds=rounds, iterations=iterations, warmup_rounds=0 if quick else int(seconds < 0.5))
+        benchmark.pedantic(call, rounds=rounds, iterations=iterations, warmup_rounds=0)
         if work is not None:
             benchmark.extra_info.update(bytes=work.bytes, flops=work.flops)
         if quick:
