@@ -45,7 +45,8 @@ def roofline(cases: Iterable[Case], machine: dict[str, Any], path: Path) -> str:
     figure, axes = pyplot.subplots(figsize=(6.5, 4))
     points: dict[str, list[tuple[float, float]]] = {}
     for case in cases:
-        if case.kind == "native" and case.info.get("flops") and case.info.get("bytes"):
+        # Points of a curve may come from a cache, which this roof does not know.
+        if case.kind == "native" and case.info.get("flops") and case.info.get("bytes") and "sweep" not in case.info:
             point = (case.info["flops"] / case.info["bytes"], case.info["flops"] / case.median)
             points.setdefault(case.operator, []).append(point)
     for marker, (operator, values) in zip("osD^v<>pP*" * 2, sorted(points.items()), strict=False):
@@ -83,5 +84,8 @@ def cost(curves: dict[str, list[tuple[int, float]]], variable: str, title: str, 
             label=name.replace("_", " "),
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel=variable, ylabel="us", title=title)
+    sizes = sorted({size for points in curves.values() for size, _ in points})
+    axes.set_xticks(sizes, labels=[str(size) for size in sizes])
+    axes.minorticks_off()
     axes.legend(fontsize=7)
     return save(figure, path)
