@@ -99,20 +99,47 @@ def _merge(linears: tuple[Any, ...]) -> Merged:
     return Merged(parts, packed, torch.cat(biases) if biases else None)
 
 
-def _merged(layer: Any) -> tuple[Merged, ...]:
-    """A layer's merged weights, made anew where a layer's weight has changed since."""
-    known: tuple[Merged, ...] | None = vars(layer).get("_merged_weights")
-    groups = _groups(layer)
-    if known is not None:
-        same = (
-            linear.packed is part
-            for group, merged in zip(groups, known, strict=True)
-            for linear, part in zip(group, merged.parts, strict=True)
-        )
-        if all(same):
-            return known
-    layer._merged_weights = tuple(map(_merge, groups))
-    return layer._merged_weights
+class Parts(NamedTuple):
+    """What a pass takes from a layer's modules; to look it up there costs a third of a small model's pass.
+
+    Attributes:
+        norms: input and post-attention normalisation.
+        linears: q, k, v, gate, up, output and down projection.
+        packed: their packed weights when the parts were made.
+        qkv: the first three as one.
+        gate_up: the next two as one.
+        attention: the attention module.
+        num_queries: heads of the queries.
+        num_values: heads of the values, and of the keys.
+    """
+
+    norms: tuple[Any, Any]
+    linears: tuple[Any, ...]
+    packed: tuple[ck.PackedWeight, ...]
+    qkv: Merged
+    gate_up: Merged
+    attention: Any
+    num_queries: int
+    num_values: int
+
+    def are_current(self) -> bool:
+        """Whether no linear layer has packed its weight anew since, as it does when the weight has changed."""
+        return all(linear.__dict__["packed"] is part for linear, part in zip(self.linears, self.packed, strict=True))
+
+
+def _parts(layer: Any) -> Parts:
+    """A layer's parts, made anew where a weight has changed since."""
+    known: Parts | None = layer.__dict__.get("_fused_parts")
+    if known is not None and known.are_current():
+        return known
+    groups, attention = _groups(layer), layer.self_attn
+    qkv, gate_up = map(_merge, groups)
+    linears = (*groups[0], *groups[1], attention.o_proj, layer.mlp.down_proj)
+    heads = [part.out_features // attention.head_dim for part in qkv.parts]
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    packed = tuple(linear.packed for linear in linears)
+    layer._fused_parts = Parts(norms, linears, packed, qkv, gate_up, attention, heads[0], heads[2])
+    return layer._fused_parts
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -140,35 +167,27 @@ def _forward(
             position_embeddings=position_embeddings,
             **kwargs,
         )
-    qkv, gate_up = _merged(self)
-    attention, mlp = self.self_attn, self.mlp
+    parts = _parts(self)
+    before, after = parts.norms
+    output, down = parts.linears[5:]
+    num_queries, num_values = parts.num_queries, parts.num_values
+    attention = parts.attention.__dict__
     batch, nodes, _ = hidden_states.shape
     hidden_states = hidden_states.contiguous()
     heads = ck.packed_linear(
-        hidden_states,
-        qkv.packed,
-        bias=qkv.bias,
-        norm_weight=self.input_layernorm.weight,
-        eps=self.input_layernorm.variance_epsilon,
-    ).view(batch, nodes, -1, attention.head_dim)
-    num_values = qkv.parts[2].out_features // attention.head_dim
-    num_queries = heads.shape[2] - 2 * num_values
-    rotated = _rotated(heads[:, :, :-num_values], *position_embeddings)
-    attended = context.attend(
-        attention.layer_idx,
-        rotated[:, :, :num_queries],
-        rotated[:, :, num_queries:],
-        heads[:, :, -num_values:],
-        scale=attention.scaling,
-    )
+        hidden_states, parts.qkv.packed, bias=parts.qkv.bias, norm_weight=before.weight, eps=before.variance_epsilon
+    ).view(batch, nodes, -1, attention["head_dim"])
+    queries_and_keys, values = heads.split((num_queries + num_values, num_values), 2)
+    queries, keys = _rotated(queries_and_keys, *position_embeddings).split((num_queries, num_values), 2)
+    attended = context.attend(attention["layer_idx"], queries, keys, values, scale=attention["scaling"])
     hidden_states = ck.packed_linear(
-        attended.view(batch, nodes, -1), attention.o_proj.packed, bias=attention.o_proj.bias, residual=hidden_states
+        attended.view(batch, nodes, -1), parts.packed[5], bias=output.bias, residual=hidden_states
     )
     inner = ck.packed_linear(
         hidden_states,
-        gate_up.packed,
-        bias=gate_up.bias,
-        norm_weight=self.post_attention_layernorm.weight,
-        eps=self.post_attention_layernorm.variance_epsilon,
+        parts.gate_up.packed,
+        bias=parts.gate_up.bias,
+        norm_weight=after.weight,
+        eps=after.variance_epsilon,
     )
-    return ck.packed_linear(inner, mlp.down_proj.packed, bias=mlp.down_proj.bias, gated=True, residual=hidden_states)
+    return ck.packed_linear(inner, parts.packed[6], bias=down.bias, gated=True, residual=hidden_states)
