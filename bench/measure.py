@@ -68,6 +68,8 @@ def in_turns(call: Callable[..., T], *weights: object) -> Callable[[], T]:
 
 
 def _stored_bytes(weight: object) -> int:
+    if isinstance(weight, torch.nn.Module):
+        return sum(map(_stored_bytes, weight.parameters()))
     tensor = weight.panels if isinstance(weight, ck.PackedWeight) else weight
     return tensor.numel() * tensor.element_size()
 

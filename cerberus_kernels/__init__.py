@@ -6,6 +6,7 @@ the tensors' device; see docs/design.md for how, and ``cerberus info`` for what 
 
 from ._dispatch import BackendUnavailable
 from .ops.commit_kv import commit_kv
+from .ops.decoder_layer import DecoderWeights, decoder_layer
 from .ops.gate import GateDecision, GateWeights, gate
 from .ops.head_loss import head_loss
 from .ops.head_states import head_states
@@ -20,6 +21,7 @@ from .version import __version__
 __all__ = [
     "BackendUnavailable",
     "Candidates",
+    "DecoderWeights",
     "GateDecision",
     "GateWeights",
     "PackedWeight",
@@ -28,6 +30,7 @@ __all__ = [
     "VerifyStatus",
     "__version__",
     "commit_kv",
+    "decoder_layer",
     "gate",
     "head_loss",
     "head_states",

@@ -75,7 +75,7 @@ def test_weights_stay_what_and_where_they_are():
     for name, value in plain.state_dict().items():
         assert torch.equal(fused.state_dict()[name], value), name
     layer = fused.model.layers[0]
-    start = layer._fused_parts[0].packed.panels.data_ptr()
+    start = layer._fused_parts.weights.qkv.panels.data_ptr()
     assert layer.self_attn.q_proj.packed.panels.data_ptr() == start  # a view, not a second copy
     assert type(layer) is type(plain.model.layers[0])
 

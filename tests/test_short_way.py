@@ -60,6 +60,12 @@ def cases() -> dict[str, list[dict[str, Any]]]:
     commit = {"path": int32([[0, 1, 3], [0, 2, -1]]), "num_accepted": int32([2, 1]), "prefix_lens": lengths}
     verify = {"logits": logits, "draft_tokens": drafts, "parents": parents}
     filters = {"temperature": torch.tensor([1.0, 0.5]), "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+    pack = [ck.pack_linear(torch.randn(shape) / 4) for shape in ((64, 16), (16, 32), (48, 16), (16, 24))]
+    layer = {
+        "hidden": torch.randn(2, 5, 16),
+        "weights": ck.DecoderWeights(*pack, torch.ones(16), torch.ones(16), 1e-6, 1e-6),
+        "cos": torch.rand(2, 5, 8), "sin": torch.rand(2, 5, 8), **{k: v for k, v in attention.items() if k != "q"},
+    }  # fmt: skip
     return {
         "tree_mask": [{"parents": parents}, {"parents": parents.repeat(2, 1), "num_nodes": counts}],
         "tree_attention": [
@@ -78,6 +84,7 @@ def cases() -> dict[str, list[dict[str, Any]]]:
             {"x": torch.randn(2, 8), "weight": weight, **around},
             {"x": torch.randn(2, 16), "weight": weight, "gated": True},
         ],
+        "decoder_layer": [layer, {**layer, "scale": 0.3}, {**layer, **paged}],
         "commit_kv": [
             {"k_caches": torch.randn(3, 2, 16, 2, 8), "v_caches": torch.randn(3, 2, 16, 2, 8), **commit},
             {"k_caches": [torch.randn(2, 16, 2, 8)], "v_caches": [torch.randn(2, 16, 2, 8)], **commit},
@@ -96,7 +103,8 @@ def cases() -> dict[str, list[dict[str, Any]]]:
 
 
 def outcome(name: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    caches = {key: arguments[key] for key in ("k_caches", "v_caches") if isinstance(arguments.get(key), torch.Tensor)}
+    names = ("k_caches", "v_caches") if name == "commit_kv" else ("k_cache", "v_cache")
+    caches = {key: arguments[key] for key in names if isinstance(arguments.get(key), torch.Tensor)}
     arguments = {**arguments, **{key: cache.clone() for key, cache in caches.items()}}
     try:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cerberus/commit_kv.h"
+#include "cerberus/decoder_layer.h"
 #include "cerberus/gate.h"
 #include "cerberus/head_loss.h"
 #include "cerberus/head_states.h"
@@ -18,6 +19,7 @@
 
 #define CERBERUS_CPU_OPERATORS(X)      \
   X(commit_kv, CommitKvArgs)           \
+  X(decoder_layer, DecoderLayerArgs)   \
   X(gate, GateArgs)                    \
   X(head_loss, HeadLossArgs)           \
   X(head_states, HeadStatesArgs)       \

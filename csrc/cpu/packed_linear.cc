@@ -157,15 +157,6 @@ CERBERUS_SIMD PanelRows<T> panel_rows_for(int64_t rows) {
   }
 }
 
-// A value as the element type holds it.
-template <typename T>
-CERBERUS_SIMD Floats rounded(Floats value) {
-  if (std::is_same<T, float>::value) return value;
-  T lanes[kLanes];
-  store(lanes, value);
-  return load(lanes);
-}
-
 // Passes over a block that `rows` rows take.
 CERBERUS_SIMD int64_t num_passes(int64_t rows) {
   const int64_t rest = rows % kTileRows;

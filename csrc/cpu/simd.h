@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(CERBERUS_LEVEL_avx2) || defined(CERBERUS_LEVEL_avx512)
 #include <immintrin.h>
@@ -143,6 +144,15 @@ CERBERUS_SIMD void store_first(T* to, Floats value, int64_t count) {
   T lanes[kLanes];
   store(lanes, value);
   for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
+}
+
+// A value as the element type holds it.
+template <typename T>
+CERBERUS_SIMD Floats rounded(Floats value) {
+  if (std::is_same<T, float>::value) return value;
+  T lanes[kLanes];
+  store(lanes, value);
+  return load(lanes);
 }
 
 // a * b + c, one rounding where the level has fused multiply-add.

@@ -59,6 +59,22 @@ class TreeContext:
         assert isinstance(attended, torch.Tensor)  # without return_lse
         return attended
 
+    def run_layer(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        weights: ck.DecoderWeights,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """A whole decoder layer over the nodes, its keys and values into the cache; ``[B, N, H]``."""
+        key_cache, value_cache = self.cache.reserve(layer, hidden.shape[1])
+        self.layers_run += 1
+        return ck.decoder_layer(
+            hidden, weights, cos, sin, key_cache, value_cache, self.mask, self.cache.prefix_lens, scale=scale
+        )
+
 
 def _tree_attention(
     module: torch.nn.Module,

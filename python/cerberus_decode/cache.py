@@ -71,6 +71,16 @@ class KVCache:
         """Slots that the fullest sequence has left."""
         return self.capacity - max(self.lengths, default=0)
 
+    def reserve(self, layer: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's whole caches, ``[B, S_max, Hkv, Dh]`` each, for a call that writes ``nodes`` slots itself.
+
+        Raises:
+            ValueError: fewer than ``nodes`` free slots.
+        """
+        if nodes > self.free_slots:
+            refuse("KVCache.reserve", "nodes", f"at most {self.free_slots} (the free slots)", nodes)
+        return self._layers[layer]
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put a forward pass's keys and values behind the committed slots of one layer; lengths stay as they are.
 

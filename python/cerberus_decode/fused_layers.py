@@ -1,9 +1,8 @@
-"""Decoder layers of the Llama family in six calls, for passes over draft trees on the CPU.
+"""Decoder layers of the Llama family in one call each, for passes over draft trees on the CPU.
 
-A small model's pass over one token spends as much time in the small steps between its matrix products as in these.
-:func:`~cerberus_kernels.packed_linear` can take most of those steps along; what is left of a layer is two products and
-an attention, a product, and a gated pair. Only passes that carry a tree's context go this way. Every other call of the
-layer runs transformers' own code on the same weights.
+A small model's pass over one token spends as much time on the way between its operators as in these;
+:func:`~cerberus_kernels.decoder_layer` is all of a layer. Only passes that carry a tree's context go this way. Every
+other call of the layer runs transformers' own code on the same weights.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def can_fuse(layer: nn.Module) -> bool:
 
 
 def fuse(layer: nn.Module) -> None:
-    """Let a layer of :func:`can_fuse` run in few calls over draft trees; parameters and modules stay as they are."""
+    """Let a layer of :func:`can_fuse` run in one call over draft trees; parameters and modules stay as they are."""
     layer.forward = types.MethodType(_forward, layer)
 
 
@@ -100,52 +99,67 @@ def _merge(linears: tuple[Any, ...]) -> Merged:
 
 
 class Parts(NamedTuple):
-    """What a pass takes from a layer's modules; to look it up there costs a third of a small model's pass.
+    """What a pass takes from a layer's modules; to look it up there each time costs as much as the call itself.
 
     Attributes:
-        norms: input and post-attention normalisation.
         linears: q, k, v, gate, up, output and down projection.
         packed: their packed weights when the parts were made.
-        qkv: the first three as one.
-        gate_up: the next two as one.
-        attention: the attention module.
-        num_queries: heads of the queries.
-        num_values: heads of the values, and of the keys.
+        norms: input and post-attention normalisation's weights.
+        merged: the first three linear layers as one, and the next two.
+        weights: all of it as the operator takes it.
+        layer_index: place in the cache.
+        scale: of the scores.
     """
 
-    norms: tuple[Any, Any]
     linears: tuple[Any, ...]
     packed: tuple[ck.PackedWeight, ...]
-    qkv: Merged
-    gate_up: Merged
-    attention: Any
-    num_queries: int
-    num_values: int
+    norms: tuple[torch.Tensor, torch.Tensor]
+    merged: tuple[Merged, Merged]
+    weights: ck.DecoderWeights
+    layer_index: int
+    scale: float
 
-    def are_current(self) -> bool:
-        """Whether no linear layer has packed its weight anew since, as it does when the weight has changed."""
-        return all(linear.__dict__["packed"] is part for linear, part in zip(self.linears, self.packed, strict=True))
+    def are_current(self, layer: Any) -> bool:
+        """Whether the layer still has these weights: a linear layer packs anew when its weight has changed."""
+        modules = layer._modules
+        before, after = modules["input_layernorm"], modules["post_attention_layernorm"]
+        norms = (before._parameters["weight"], after._parameters["weight"])
+        return (
+            norms[0] is self.norms[0]
+            and norms[1] is self.norms[1]
+            and all(linear.__dict__["packed"] is part for linear, part in zip(self.linears, self.packed, strict=True))
+        )
 
 
 def _parts(layer: Any) -> Parts:
     """A layer's parts, made anew where a weight has changed since."""
     known: Parts | None = layer.__dict__.get("_fused_parts")
-    if known is not None and known.are_current():
+    if known is not None and known.are_current(layer):
         return known
-    groups, attention = _groups(layer), layer.self_attn
+    groups, attention, mlp = _groups(layer), layer.self_attn, layer.mlp
     qkv, gate_up = map(_merge, groups)
-    linears = (*groups[0], *groups[1], attention.o_proj, layer.mlp.down_proj)
-    heads = [part.out_features // attention.head_dim for part in qkv.parts]
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    linears = (*groups[0], *groups[1], attention.o_proj, mlp.down_proj)
+    before, after = layer.input_layernorm, layer.post_attention_layernorm
+    weights = ck.DecoderWeights(
+        qkv.packed,
+        attention.o_proj.packed,
+        gate_up.packed,
+        mlp.down_proj.packed,
+        before.weight.detach(),
+        after.weight.detach(),
+        before.variance_epsilon,
+        after.variance_epsilon,
+        qkv.bias,
+        attention.o_proj.bias,
+        gate_up.bias,
+        mlp.down_proj.bias,
+    )
     packed = tuple(linear.packed for linear in linears)
-    layer._fused_parts = Parts(norms, linears, packed, qkv, gate_up, attention, heads[0], heads[2])
+    norms = (before.weight, after.weight)
+    layer._fused_parts = Parts(
+        linears, packed, norms, (qkv, gate_up), weights, attention.layer_idx, float(attention.scaling)
+    )
     return layer._fused_parts
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``[B, N, heads, Dh]`` by ``[B, N, Dh]``, in the order of transformers' roundings."""
-    low, high = x.chunk(2, -1)
-    return x * cos.unsqueeze(2) + torch.cat((-high, low), -1) * sin.unsqueeze(2)
 
 
 def _forward(
@@ -168,26 +182,5 @@ def _forward(
             **kwargs,
         )
     parts = _parts(self)
-    before, after = parts.norms
-    output, down = parts.linears[5:]
-    num_queries, num_values = parts.num_queries, parts.num_values
-    attention = parts.attention.__dict__
-    batch, nodes, _ = hidden_states.shape
-    hidden_states = hidden_states.contiguous()
-    heads = ck.packed_linear(
-        hidden_states, parts.qkv.packed, bias=parts.qkv.bias, norm_weight=before.weight, eps=before.variance_epsilon
-    ).view(batch, nodes, -1, attention["head_dim"])
-    queries_and_keys, values = heads.split((num_queries + num_values, num_values), 2)
-    queries, keys = _rotated(queries_and_keys, *position_embeddings).split((num_queries, num_values), 2)
-    attended = context.attend(attention["layer_idx"], queries, keys, values, scale=attention["scaling"])
-    hidden_states = ck.packed_linear(
-        attended.view(batch, nodes, -1), parts.packed[5], bias=output.bias, residual=hidden_states
-    )
-    inner = ck.packed_linear(
-        hidden_states,
-        parts.gate_up.packed,
-        bias=parts.gate_up.bias,
-        norm_weight=after.weight,
-        eps=after.variance_epsilon,
-    )
-    return ck.packed_linear(inner, parts.packed[6], bias=down.bias, gated=True, residual=hidden_states)
+    cos, sin = position_embeddings
+    return context.run_layer(parts.layer_index, hidden_states.contiguous(), parts.weights, cos, sin, parts.scale)

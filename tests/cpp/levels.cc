@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "cerberus/commit_kv.h"
+#include "cerberus/decoder_layer.h"
 #include "cerberus/gate.h"
 #include "cerberus/head_loss.h"
 #include "cerberus/head_states.h"
@@ -617,6 +618,91 @@ void verify_tree_cases() {
   }
 }
 
+PackedLinearArgs layer_linear(Case& at, Random& random, DType dtype, int64_t rows, int64_t in, int64_t out) {
+  PackedLinearArgs args{};
+  args.dtype = args.out_dtype = dtype;
+  args.rows = rows;
+  args.in_features = args.x_stride = in;
+  args.out_features = out;
+  args.eps = 1e-6f;
+  // Small, so that a difference of one rounding does not grow from step to step.
+  args.panels = at.floats(pack(random.normals(out * in, 0.3f / std::sqrt(float(in))), out, in, dtype), dtype);
+  args.bias = random.below(2) == 0 ? at.floats(random.normals(out, 0.1f), dtype) : nullptr;
+  args.scratch = reinterpret_cast<float*>(at.scratch(4 * packed_linear_scratch(rows, in)));
+  return args;
+}
+
+void decoder_layer_case(Random& random, DType dtype, int64_t nodes, int64_t group, int64_t head_dim) {
+  constexpr int64_t kBatch = 2, kSlots = 90, kHeads = 2, kWidth = 50, kInner = 33;
+  Case at("decoder_layer", typed(dtype, label("nodes", nodes, "group", group, "head_dim", head_dim)));
+  const int64_t rows = kBatch * nodes, q_heads = kHeads * group, heads = q_heads + 2 * kHeads;
+  DecoderLayerArgs args{};
+  args.qkv = layer_linear(at, random, dtype, rows, kWidth, heads * head_dim);
+  args.output = layer_linear(at, random, dtype, rows, q_heads * head_dim, kWidth);
+  args.gate_up = layer_linear(at, random, dtype, rows, kWidth, 2 * kInner);
+  args.down = layer_linear(at, random, dtype, rows, kInner, kWidth);
+  args.qkv.norm_weight = at.floats(random.normals(kWidth), dtype);
+  args.gate_up.norm_weight = at.floats(random.normals(kWidth), dtype);
+  args.qkv.x = args.output.residual = at.floats(random.normals(rows * kWidth), dtype);
+  args.down.gated = true;
+  args.down.x_stride = 2 * kInner;
+  std::vector<float> cos, sin;
+  for (int64_t i = 0; i < rows * head_dim; ++i) {
+    const float angle = random.uniform() * 6.28f;
+    cos.push_back(std::cos(angle));
+    sin.push_back(std::sin(angle));
+  }
+  args.cos = at.floats(cos, dtype);
+  args.sin = at.floats(sin, dtype);
+
+  TreeAttentionArgs& attention = args.attention;
+  attention.dtype = dtype;
+  attention.batch = kBatch;
+  attention.nodes = nodes;
+  attention.q_heads = q_heads;
+  attention.kv_heads = kHeads;
+  attention.head_dim = head_dim;
+  attention.block_size = kSlots;
+  attention.scale = 1.0f / std::sqrt(float(head_dim));
+  attention.mask = at.input(mask_of(random_tree(random, nodes)));
+  attention.mask_stride[1] = mask_words(nodes);
+  const std::vector<int32_t> prefix{static_cast<int32_t>(random.below(kSlots - nodes)), 0};
+  attention.prefix_lens = at.input(prefix);
+  const int64_t strides[3] = {kSlots * kHeads * head_dim, kHeads * head_dim, head_dim};
+  const int64_t row_sizes[2] = {heads * head_dim, q_heads * head_dim};
+  for (int i = 0; i < 3; ++i) attention.k_stride[i] = attention.v_stride[i] = strides[i];
+  const auto cache = [&](const char* name) {
+    return at.output(name, kBatch * strides[0], levels::size_of(dtype), levels::agree_as(dtype),
+                     Case::encode(random.normals(kBatch * strides[0]), dtype));
+  };
+  attention.k_cache = cache("k_cache");
+  attention.v_cache = cache("v_cache");
+  const int64_t size = levels::size_of(dtype);
+  attention.q = args.qkv.out = at.scratch(rows * row_sizes[0] * size);
+  attention.out = at.scratch(rows * row_sizes[1] * size);
+  args.output.x = attention.out;
+  for (int i = 0; i < 2; ++i) {
+    int64_t* stride = i == 0 ? attention.q_stride : attention.out_stride;
+    stride[0] = nodes * row_sizes[i];
+    stride[1] = row_sizes[i];
+    stride[2] = head_dim;
+  }
+  args.gate_up.x = args.down.residual = args.output.out = at.scratch(rows * kWidth * size);
+  args.down.x = args.gate_up.out = at.scratch(rows * 2 * kInner * size);
+  args.down.out = at.floats_out("out", rows * kWidth, dtype);
+  at.run([&] { cpu::decoder_layer(args); });
+}
+
+void decoder_layer_cases() {
+  Random random(11);
+  for (const DType dtype : kTypes) {
+    for (const int64_t head_dim : {8, 24, 48, 64}) {
+      for (const int64_t nodes : {1, 3, 33})
+        decoder_layer_case(random, dtype, nodes, 1 + random.below(3), head_dim);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -636,6 +722,7 @@ int main(int argc, char** argv) {
                    {"head_loss", head_loss_cases},
                    {"packed_linear", packed_linear_cases},
                    {"tree_attention", tree_attention_cases},
+                   {"decoder_layer", decoder_layer_cases},
                    {"verify_tree", verify_tree_cases}};
   bool known = argc < 2;
   for (const auto& op : operators) {

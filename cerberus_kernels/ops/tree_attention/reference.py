@@ -37,7 +37,7 @@ def tree_attention(
     batch, nodes = q.shape[:2]
     counts = [nodes] * batch if num_nodes is None else num_nodes.tolist()
     prefixes = prefix_lens.tolist()
-    _check_lengths(counts, prefixes, nodes, k_cache, block_table)
+    check_lengths(counts, prefixes, nodes, k_cache, block_table)
     out.zero_()
     lse.fill_(float("-inf"))
     for b, (count, prefix) in enumerate(zip(counts, prefixes, strict=True)):
@@ -86,26 +86,27 @@ def _attend(
     return mixed.reshape(count, q_heads, -1), lse.reshape(count, q_heads)
 
 
-def _check_lengths(
+def check_lengths(
     counts: list[int],
     prefixes: list[int],
     nodes: int,
     k_cache: torch.Tensor,
     block_table: torch.Tensor | None,
+    op: str = "tree_attention",
 ) -> None:
     """Refuse lengths and block ids that lead out of the caches. Rows with no nodes are not looked at."""
     block_size = k_cache.shape[1]
     capacity = block_size if block_table is None else block_table.shape[1] * block_size
     for b, (count, prefix) in enumerate(zip(counts, prefixes, strict=True)):
         if not 0 <= count <= nodes:
-            refuse("tree_attention", "num_nodes", f"in [0, {nodes}]", f"{count} in row {b}")
+            refuse(op, "num_nodes", f"in [0, {nodes}]", f"{count} in row {b}")
         if count == 0:
             continue
         if not 0 <= prefix <= capacity - count:
             constraint = f"in [0, {capacity - count}] for {count} nodes in {capacity} slots"
-            refuse("tree_attention", "prefix_lens", constraint, f"{prefix} in row {b}")
+            refuse(op, "prefix_lens", constraint, f"{prefix} in row {b}")
         if block_table is not None:
             for block in block_table[b, : -(-(prefix + count) // block_size)].tolist():
                 if not 0 <= block < k_cache.shape[0]:
                     constraint = f"in [0, {k_cache.shape[0]}) for blocks in use"
-                    refuse("tree_attention", "block_table", constraint, f"{block} in row {b}")
+                    refuse(op, "block_table", constraint, f"{block} in row {b}")
