@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _native
 from .version import __version__
@@ -35,6 +36,8 @@ _ORDER = {"cpu": ("native", "reference"), "cuda": ("native", "triton", "referenc
 
 # Arguments of the short way: what stands in for one of these, such as a NumPy array for a tensor, is refused in words.
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list}
+
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 # What `Operator.attempt` gives where the call has to take the longer way.
 REFUSED: Any = type("Refused", (), {"__repr__": lambda self: "REFUSED"})()
@@ -131,15 +134,19 @@ class Operator:
             native = self._native[backend] = known and self.backend_for("cpu", backend) == "native"
         if not native:
             return False
-        first = None
+        first, wants_gradient = None, False
         for value in args:
             if type(value) not in PLAIN:
                 return False
+            if type(value) in _TENSORS and value.requires_grad:
+                wants_gradient = True
             if first is None:
                 first = value[0] if type(value) is list and value else value
         if type(first) is not torch.Tensor:
             return False
-        if torch.is_grad_enabled() and (self._differentiable or first.requires_grad):
+        if torch.is_grad_enabled() and (wants_gradient if self._differentiable else first.requires_grad):
+            return False
+        if self._differentiable and forward_ad._current_level >= 0:
             return False
         return (
             first.is_cpu
