@@ -1,7 +1,7 @@
 """tree_attention over contiguous and paged caches, its reference, and two plain PyTorch ways: SDPA and FlexAttention.
 
-The caches come from memory, as those of a model's layers do. The contiguous ones lie heads first, as SDPA likes them;
-the paged ones slot by slot in blocks of 16, in random order, as engines keep them.
+The caches come from memory, as those of a model's layers do, and lie slot by slot; the paged ones in blocks of 16 in
+random order. SDPA and FlexAttention get what they like best, caches that lie heads first.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def inputs(nodes: int, prefix: int, heads: int, kv_heads: int, head_dim: int, dt
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, nodes, heads, head_dim, generator=generator).to(dtype)
     slots = (prefix + nodes + 32) // BLOCK * BLOCK
-    k_cache, v_cache = (
-        torch.randn(1, kv_heads, slots, head_dim, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)
-    )
+    k_cache, v_cache = (torch.randn(1, slots, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
     # A prompt is a chain over an empty prefix.
     mask = ck.tree_mask(torch.tensor(random_parents(nodes, 0) if prefix else chain(nodes), dtype=torch.int32))
     return q, k_cache, v_cache, mask, torch.tensor([prefix], dtype=torch.int32)
@@ -99,6 +97,8 @@ def test_tree_attention(compare, request, shape, dtype, case):
 
     if case == "native_paged":
         caches = tuple(paged(cache, block_table) for cache in caches)
+    elif case.startswith("torch"):
+        caches = tuple(cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches)
     make = {
         "native": lambda: functools.partial(ours, "native"),
         "native_paged": lambda: functools.partial(ours, "native", block_table=block_table),

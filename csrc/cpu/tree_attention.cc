@@ -449,11 +449,19 @@ void run(const TreeAttentionArgs& args) {
     *head = index / row_tiles % args.kv_heads;
     return cut_request(args, index / row_tiles / args.kv_heads);
   };
+  // Items in the order in which a thread takes them: what reads the same keys, then the same slots of other
+  // heads, comes together. The item's own index has the splits innermost, so that they can be joined.
+  const auto item_at = [&](int64_t place) __attribute__((always_inline)) {
+    const int64_t row_tile = place % row_tiles, head = place / row_tiles % args.kv_heads;
+    const int64_t rest = place / row_tiles / args.kv_heads;
+    return (((rest / splits) * args.kv_heads + head) * row_tiles + row_tile) * splits + rest % splits;
+  };
   const int64_t cycles = partial_rows * greatest_keys / splits * args.head_dim / kLanes + 1;
   cpu::parallel_for(items, divide_up(kThreadCycles, cycles), [&](int64_t first, int64_t last) {
     float* scratch = allocate(Workspace::floats(pitch));
     Workspace work(scratch, pitch);
-    for (int64_t index = first; index < last; ++index) {
+    for (int64_t place = first; place < last; ++place) {
+      const int64_t index = item_at(place);
       int64_t row_tile, head;
       const Request request = cut_group(index / splits, &row_tile, &head);
       const int64_t split = index % splits;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kKeys = 64;      // keys of a prefix tile
 constexpr int64_t kTreeKeys = 32;  // keys of a tree tile: one mask word
-constexpr int64_t kRows = 64;      // greatest rows of an item, a multiple of every kLanes
+constexpr int64_t kRows = 96;      // greatest rows of an item, a multiple of every kLanes
 constexpr int64_t kFewRows = kLanes >= 8 ? 4 : 2;
 constexpr int64_t kSplitKeys = 256;
 constexpr int64_t kEnoughItems = 32;      // of one request: no need to split its keys further

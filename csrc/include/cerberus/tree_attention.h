@@ -53,18 +53,22 @@ CERBERUS_HD int32_t depth_from_mask(const uint32_t* row, int64_t num_nodes) {
   return depth;
 }
 
-// Distance of logical slot `slot` of request b from the start of a cache with these strides.
+// Distance of logical slot `slot` of request b from the start of a cache with these strides. Divisions are of 32
+// bits, which cost half as much: slots are int32, and so are the blocks' sizes that divide them.
 CERBERUS_HD int64_t slot_offset(const TreeAttentionArgs& args, const int64_t* stride, int64_t b,
                                 int64_t slot) {
   if (!args.block_table) return b * stride[0] + slot * stride[1];
-  const int64_t block = args.block_table[b * args.block_table_stride + slot / args.block_size];
-  return block * stride[0] + slot % args.block_size * stride[1];
+  const uint32_t size = static_cast<uint32_t>(args.block_size), at = static_cast<uint32_t>(slot);
+  const uint32_t index = at / size;
+  const int64_t block = args.block_table[b * args.block_table_stride + index];
+  return block * stride[0] + static_cast<int64_t>(at - index * size) * stride[1];
 }
 
 // How many of the `count` slots from `slot` on lie a stride apart.
 CERBERUS_HD int64_t run_length(const TreeAttentionArgs& args, int64_t slot, int64_t count) {
   if (!args.block_table) return count;
-  const int64_t rest = args.block_size - slot % args.block_size;
+  const uint32_t size = static_cast<uint32_t>(args.block_size);
+  const int64_t rest = size - static_cast<uint32_t>(slot) % size;
   return count < rest ? count : rest;
 }
 
