@@ -75,26 +75,27 @@ def _stored_bytes(weight: object) -> int:
 
 
 def bandwidth() -> float:
-    """Bytes per second that the threads in use read from memory: the best of several ways to read a large array."""
-    return _bandwidth(torch.get_num_threads())
+    """Bytes per second that the threads in use read from memory now: other users of the machine take their share."""
+    return STREAMED_BYTES / shortest(_fastest_read(torch.get_num_threads()), rounds=3)
 
 
 @functools.cache
-def _bandwidth(threads: int) -> float:
+def _fastest_read(threads: int) -> Callable[[], object]:
+    """The best of several ways to read a large array."""
     # Written, not zeros: pages that were never written all lie in one page that a cache holds.
     floats = torch.ones(STREAMED_BYTES // 4)
     matrix, vector = floats.view(-1, 4096), torch.ones(4096)
     whole = floats.view(torch.int64)
     parts = np.array_split(floats.numpy(), threads)
-    with ThreadPoolExecutor(threads) as pool:
-        ways = (
-            lambda: torch.mv(matrix, vector),
-            floats.sum,
-            whole.max,
-            lambda: torch.equal(matrix[: len(matrix) // 2], matrix[len(matrix) // 2 :]),
-            lambda: list(pool.map(np.max, parts)),
-        )
-        return STREAMED_BYTES / min(shortest(way) for way in ways)
+    pool = ThreadPoolExecutor(threads)
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: torch.mv(matrix, vector),
+        floats.sum,
+        whole.max,
+        lambda: torch.equal(matrix[: len(matrix) // 2], matrix[len(matrix) // 2 :]),
+        lambda: list(pool.map(np.max, parts)),
+    )
+    return min(ways, key=shortest)
 
 
 def matrix_rate() -> float:
