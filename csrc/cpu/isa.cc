@@ -57,7 +57,11 @@ Isa best_isa() {
     if (avx512 && has_tiles()) return Isa::amx;
 #endif
 #ifdef CERBERUS_EMULATE_TILES
+#ifdef CERBERUS_AVX512_LEVEL
+    if (avx512) return Isa::amx;  // the levels below it must run too
+#else
     if (avx2) return Isa::amx;
+#endif
 #endif
     return avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::baseline;
   }();
