@@ -53,8 +53,8 @@ CERBERUS_HD int32_t depth_from_mask(const uint32_t* row, int64_t num_nodes) {
   return depth;
 }
 
-// Distance of logical slot `slot` of request b from the start of a cache with these strides. Divisions are of 32
-// bits, which cost half as much: slots are int32, and so are the blocks' sizes that divide them.
+// Distance of logical slot `slot` of request b from the start of a cache with these strides. Divisions are of
+// 32 bits, which cost half as much: slots are int32, and so are the blocks' sizes that divide them.
 CERBERUS_HD int64_t slot_offset(const TreeAttentionArgs& args, const int64_t* stride, int64_t b,
                                 int64_t slot) {
   if (!args.block_table) return b * stride[0] + slot * stride[1];
