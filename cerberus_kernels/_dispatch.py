@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +47,33 @@ REFUSED: Any = type("Refused", (), {"__repr__": lambda self: "REFUSED"})()
 
 class BackendUnavailable(RuntimeError):
     """The backend that was asked for by name cannot run this call; the message says why."""
+
+
+class LazyTriton:
+    """The operator's function of ``ops/<name>/triton.py``, imported on its first call: triton takes long to load."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._function: Callable[..., Any] | None = None
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself."""
+        if self._function is None:
+            module = importlib.import_module(f".ops.{self.name}.triton", __package__)
+            self._function = getattr(module, self.name)
+        return self._function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.load()(*args, **kwargs)
+
+
+def why_no_triton(device_type: str) -> str:
+    """Why Triton kernels cannot run on a device of this type; empty when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; `pip install cerberus-kernels[triton]`"
+    if device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    return f"triton compiles no {device_type} code; TRITON_INTERPRET=1, set before triton is imported, interprets it"
 
 
 class Operator:
@@ -181,7 +210,7 @@ class Operator:
             if device_type != "cpu":
                 return f"the native library holds no {device_type} code"
             return _native.why_unavailable()
-        return ""
+        return why_no_triton(device_type) if backend == "triton" else ""
 
 
 def forced_backend() -> str:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels run on CPU tensors
+
 from cerberus_kernels import _native
+from cerberus_kernels._dispatch import OPERATORS
+
+
+def pytest_generate_tests(metafunc):
+    """``backend``: every backend of the operator of the test's file, ``test_<operator>*.py`` or its ``OPERATOR``."""
+    if "backend" not in metafunc.fixturenames or _chosen_by_the_test(metafunc):
+        return
+    stem = metafunc.module.__name__.rpartition(".")[2].removeprefix("test_")
+    name = getattr(metafunc.module, "OPERATOR", None) or max(filter(stem.startswith, OPERATORS), key=len)
+    metafunc.parametrize("backend", sorted(OPERATORS[name].implementations), indirect=True)
+
+
+def _chosen_by_the_test(metafunc) -> bool:
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0]
+        if "backend" in (names.replace(" ", "").split(",") if isinstance(names, str) else names):
+            return True
+    return False
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +39,9 @@ def _deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "native"])
+@pytest.fixture
 def backend(request) -> str:
-    """Every backend that runs on this machine's CPU; the native one must be there."""
+    """One backend's name; all of them run on this machine's CPU, triton in its interpreter."""
     if request.param == "native":
         assert _native.available(), _native.why_unavailable()
     return request.param

@@ -9,6 +9,7 @@ from compat_cases import chi_square
 import cerberus_kernels as ck
 from cerberus_kernels.compat import vllm
 
+OPERATOR = "verify_tree"  # its backends
 NAN = float("nan")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -137,3 +138,13 @@ def test_a_plain_call_takes_the_short_way(monkeypatch):
     assert ck.verify_tree(torch.zeros(1, 2, 8), parents, parents).num_accepted.tolist() == [1]
     with pytest.raises(AssertionError, match="dispatcher was asked"):
         ck.tree_mask(parents, backend="reference")
+
+
+def test_triton_runs_on_the_cpu_only_in_its_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "TRITON_INTERPRET=1" in _dispatch.why_no_triton("cpu")
+    assert _dispatch.why_no_triton("cuda") == ""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert _dispatch.why_no_triton("cpu") == ""
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    assert "pip install cerberus-kernels[triton]" in _dispatch.why_no_triton("cuda")

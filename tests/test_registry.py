@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cerberus_kernels as ck
-from cerberus_kernels._dispatch import BACKENDS, NAMESPACE, OPERATORS
+from cerberus_kernels._dispatch import BACKENDS, NAMESPACE, OPERATORS, LazyTriton
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted(path.parent.name for path in (ROOT / "cerberus_kernels" / "ops").glob("*/api.py"))
@@ -83,6 +83,8 @@ def test_implementations_take_the_schemas_arguments(name):
     schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
     arguments = {argument.name for argument in schema.arguments} - {"backend"}
     for backend, implementation in OPERATORS[name].implementations.items():
+        if isinstance(implementation, LazyTriton):
+            implementation = implementation.load()
         parameters = inspect.signature(implementation).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             keywords = {argument.name for argument in schema.arguments if argument.kwarg_only} - {"backend"}
