@@ -1,13 +1,15 @@
-"""Training text made by a tiny random model: format, mix, determinism, resumption, refusals."""
+"""Training text made by a tiny random model: format, mix, independence, resumption, refusals."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
-from cerberus_decode.train.answers import AnswerOptions, AnswerWriter, chat_frame, read_answers, save_answers
+from cerberus_decode.adapter import Adapter
+from cerberus_decode.train.answers import AnswerOptions, AnswerWriter, Opening, chat_frame
+from cerberus_decode.train.pool import Pool, Request
+from cerberus_decode.train.shards import Sequence, is_held_out, read_shard, repeated, shard_path, text_key, write_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 40
@@ -15,11 +17,10 @@ SYSTEM, USER, ASSISTANT, END = 36, 37, 38, 39
 SPECIAL = {"<s>": SYSTEM, "<u>": USER, "<a>": ASSISTANT, "<e>": END}
 OPTIONS = AnswerOptions(
     mix=((0.0, 0.5), (0.7, 0.25), (1.0, 0.25)),
-    first_words=("a", "bc"),
-    max_turn_tokens=48,
+    openings=(Opening(("a", "bc"), 0.7, max_tokens=48), Opening(("",), 0.3, max_tokens=6, may_be_cut=True)),
     max_answer_tokens=12,
-    sequences_per_shard=8,
-    batch_size=6,
+    second_turns=0.5,
+    conversations_per_shard=8,
 )
 
 
@@ -31,8 +32,10 @@ class ToyTokenizer:
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         assert not tokenize
         assert add_generation_prompt
-        system = "be brief" if messages[0]["role"] == "user" else messages[0]["content"]
-        return f"<s>{system}<e><u>{messages[-1]['content']}<e><a>"
+        turns = list(messages)
+        system = turns.pop(0)["content"] if turns[0]["role"] == "system" else "be brief"
+        marks = {"user": "<u>", "assistant": "<a>"}
+        return f"<s>{system}<e>" + "".join(f"{marks[turn['role']]}{turn['content']}<e>" for turn in turns) + "<a>"
 
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
@@ -64,18 +67,21 @@ def model():
     return LlamaForCausalLM(config).eval()
 
 
-def writer(model, **changes):
-    return AnswerWriter(model, ToyTokenizer(), dataclasses.replace(OPTIONS, **changes))
+def writer(model, num_rows=5, **changes):
+    return AnswerWriter(Adapter(model), ToyTokenizer(), dataclasses.replace(OPTIONS, **changes), num_rows)
 
 
-def sequences(answers):
-    offsets = answers["offsets"].tolist()
-    tokens = answers["tokens"].to(torch.int64).tolist()
-    return [tokens[a:b] for a, b in itertools.pairwise(offsets)]
+def sequences(shard):
+    """Tokens, answer start, temperature, conversation of every sequence."""
+    offsets, tokens = shard["offsets"].tolist(), shard["tokens"].to(torch.int64).tolist()
+    columns = (shard[name].tolist() for name in ("answer_start", "temperature", "conversation"))
+    return [(tokens[offsets[i] : offsets[i + 1]], *rest) for i, rest in enumerate(zip(*columns, strict=True))]
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def made(model, folder, count, **changes):
+    return [
+        entry for path in sorted(writer(model, **changes).write(folder, count)) for entry in sequences(read_shard(path))
+    ]
 
 
 def test_chat_frame_is_the_template_around_the_turn():
@@ -83,6 +89,7 @@ def test_chat_frame_is_the_template_around_the_turn():
     assert frame.before[0] == SYSTEM
     assert frame.before[-2:] == [END, USER]
     assert frame.after == [END, ASSISTANT]
+    assert frame.between == [END, USER]
     assert chat_frame(ToyTokenizer(), "ab").before == [SYSTEM, 97 % 36, 98 % 36, END, USER]
 
 
@@ -96,73 +103,87 @@ def test_a_template_that_hides_the_turn_is_refused():
 
 
 def test_format_and_mix(model, tmp_path):
-    paths = list(writer(model).write(tmp_path, 16))
-    answers = read_answers(paths)
-    frame = chat_frame(ToyTokenizer())
-    assert {name: tensor.dtype for name, tensor in answers.items()} == {
+    (path,) = writer(model, max_answer_tokens=60, second_turns=1.0).write(tmp_path, 8)
+    shard, frame = read_shard(path), chat_frame(ToyTokenizer())
+    assert {name: tensor.dtype for name, tensor in shard.items()} == {
         "tokens": torch.uint16,
+        "hidden": torch.bfloat16,
         "offsets": torch.int64,
         "answer_start": torch.int32,
         "temperature": torch.float32,
+        "conversation": torch.int32,
+        "key": torch.int64,
     }
-    assert answers["offsets"].shape == (17,)
-    assert sorted(answers["temperature"][:8].tolist()) == pytest.approx([0, 0, 0, 0, 0.7, 0.7, 1, 1])
-    prompts = set()
-    for sequence, start in zip(sequences(answers), answers["answer_start"].tolist(), strict=True):
-        prompt, answer = sequence[:start], sequence[start:]
-        turn = prompt[len(frame.before) : -2]
-        assert prompt == frame.before + turn + frame.after
-        assert turn
-        assert END not in turn
-        assert 1 <= len(answer) <= OPTIONS.max_answer_tokens
+    found = sequences(shard)
+    assert {round(temperature, 3) for _, _, temperature, _ in found} <= {0.0, 0.7, 1.0}
+    conversations = [conversation for *_, conversation in found]
+    assert conversations == sorted(conversations)
+    assert len(set(conversations)) < len(conversations)  # second turns
+    for index, (tokens, start, _, conversation) in enumerate(found):
+        prompt, answer = tokens[:start], tokens[start:]
+        assert prompt[-2:] == frame.after
+        assert 1 <= len(answer) <= 60
         assert END not in answer[:-1]
-        assert answer[-1] == END or len(answer) == OPTIONS.max_answer_tokens
-        prompts.add(tuple(turn))
-    assert len(prompts) == 16
+        assert answer[-1] == END or len(answer) == 60
+        if index and conversations[index - 1] == conversation:
+            before = found[index - 1][0]
+            assert tokens[: len(before) + 1] == [*before, USER]
+        else:
+            turn = prompt[len(frame.before) : -2]
+            assert prompt == frame.before + turn + frame.after
+            assert turn
+            assert END not in turn
 
 
-def test_greedy_answers_are_what_the_model_says_next(model, tmp_path):
-    """Left padding must not change an answer: compare with one unpadded forward per token."""
-    answers = read_answers(list(writer(model).write(tmp_path, 8)))
-    for sequence, start, temperature in zip(
-        sequences(answers), answers["answer_start"].tolist(), answers["temperature"].tolist(), strict=True
-    ):
-        if temperature == 0:
-            logits = model(torch.tensor([sequence])).logits[0]
-            assert logits[start - 1 : -1].argmax(-1).tolist() == sequence[start:]
+def test_answers_and_states_are_the_models_own(model, tmp_path):
+    """Rows that start from another's keys, or run beside longer ones, change nothing."""
+    for path in writer(model).write(tmp_path, 16):
+        shard = read_shard(path)
+        for first, (tokens, start, temperature, _) in zip(shard["offsets"].tolist(), sequences(shard), strict=False):
+            with torch.inference_mode():
+                states = model.model(torch.tensor([tokens])).last_hidden_state[0]
+            kept = shard["hidden"][first : first + len(tokens)].float()
+            torch.testing.assert_close(kept[:-1], states[:-1], atol=0.02, rtol=0.02)
+            assert not kept[-1].any()
+            if temperature == 0:
+                with torch.inference_mode():
+                    assert model.lm_head(states)[start - 1 : -1].argmax(-1).tolist() == tokens[start:]
 
 
-def test_deterministic_under_a_seed(model, tmp_path):
-    first = writer(model).shard(0)
-    torch.rand(7)
-    assert same(first, writer(model).shard(0))
-    assert not same(first, writer(model, seed=1).shard(0))
+def test_a_conversation_does_not_depend_on_the_others(model, tmp_path):
+    together = made(model, tmp_path / "together", 16, num_rows=7)
+    assert together == made(model, tmp_path / "alone", 16, num_rows=1)
+    assert together != made(model, tmp_path / "other", 16, seed=1)
 
 
 def test_a_stopped_run_continues_as_if_it_had_not(model, tmp_path):
-    whole = read_answers(list(writer(model).write(tmp_path / "whole", 24)))
-    list(writer(model).write(tmp_path / "stopped", 16))
-    left_over = tmp_path / "stopped" / "answers-00002.partial"
+    whole = made(model, tmp_path / "whole", 24)
+    made(model, tmp_path / "stopped", 16)
+    shard_path(tmp_path / "stopped", 0).unlink()
+    left_over = shard_path(tmp_path / "stopped", 2).with_suffix(".partial")
     left_over.write_bytes(b"half a shard")
-    made = []
     again = writer(model)
-    make = again.shard
-    again.shard = lambda index: made.append(index) or make(index)
-    resumed = read_answers(list(again.write(tmp_path / "stopped", 24)))
-    assert made == [2]
-    assert same(resumed, whole)
+    asked, conversation = [], again.conversation
+    again.conversation = lambda number: asked.append(number) or conversation(number)
+    list(again.write(tmp_path / "stopped", 24))
+    assert sorted(asked) == [*range(8), *range(16, 24)]
+    assert made(model, tmp_path / "stopped", 24) == whole
     assert not left_over.exists()
 
 
-def test_a_prompt_is_never_written_twice(model, tmp_path):
-    """A later shard may not repeat a prompt of an earlier one, also when that one was read from disk."""
-    first = writer(model)
-    shard = first.shard(0)
-    second = writer(model)
-    second._remember(shard)
-    assert second.prompts == first.prompts
-    repeated = second.shard(0)  # the same draws again: all its prompts are known by now
-    assert not {tuple(s) for s in sequences(shard)} & {tuple(s) for s in sequences(repeated)}
+def test_repeated_prompts_are_found_and_keys_are_of_words():
+    assert text_key("What  is it?\n") == text_key("what is IT?") != text_key("what was it?")
+    assert 0 < sum(map(is_held_out, map(text_key, map(str, range(1000))))) < 100
+
+
+def test_a_prompt_counts_once(tmp_path):
+    def sequence(conversation, key):
+        return Sequence([1, 2, 3], 1, 0.0, torch.zeros(2, 4, dtype=torch.bfloat16), conversation, key)
+
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    write_shard(paths[0], [sequence(0, 7), sequence(0, 7), sequence(1, 8)], VOCAB)
+    write_shard(paths[1], [sequence(2, 7), sequence(3, 9)], VOCAB)
+    assert repeated(paths) == {(7, 2)}
 
 
 def test_other_options_are_refused(model, tmp_path):
@@ -174,18 +195,22 @@ def test_other_options_are_refused(model, tmp_path):
 def test_a_mix_that_is_no_distribution_is_refused():
     with pytest.raises(ValueError, match="mix must be temperatures with shares that sum to 1"):
         AnswerOptions(mix=((0.0, 0.5),))
+    with pytest.raises(ValueError, match="openings must be sorts of turns"):
+        AnswerOptions(openings=())
 
 
-def test_a_model_that_ends_no_turn_is_refused(model):
-    with pytest.raises(ValueError, match="must write 8 new user turns of up to 1 tokens"):
-        writer(model, max_turn_tokens=1, first_words=(), first_word_share=0.0).shard(0)
+def test_turns_that_never_end_leave_no_sequence(model, tmp_path):
+    openings = (Opening(("a",), 1.0, max_tokens=1),)
+    (path,) = writer(model, openings=openings).write(tmp_path, 8)
+    shard = read_shard(path)
+    assert len(shard["answer_start"]) == 0
+    assert shard["offsets"].tolist() == [0]
 
 
-def test_one_file_of_the_first_sequences(model, tmp_path):
-    paths = list(writer(model).write(tmp_path, 16))
-    kept = read_answers(paths, 11)
-    save_answers(kept, tmp_path / "set.safetensors")
-    loaded = read_answers([tmp_path / "set.safetensors"])
-    assert same(loaded, kept)
-    assert sequences(loaded) == sequences(read_answers(paths))[:11]
-    assert not (tmp_path / "set.partial").exists()
+def test_the_pool_refuses_what_no_row_can_hold(model):
+    pool = Pool(Adapter(model), num_rows=1, capacity=8)
+    with pytest.raises(ValueError, match=r"Pool.add: request must be at most 8 tokens long \(the row\), got 9"):
+        pool.add(0, Request([1, 2, 3], max_new_tokens=6))
+    with pytest.raises(ValueError, match=r"Pool.add: request must be a prompt and a continuation"):
+        pool.add(0, Request([], max_new_tokens=1))
+    assert list(pool.run()) == []

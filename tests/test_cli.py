@@ -43,6 +43,8 @@ NUMERIC_OPTIONS = {
         "--num-blocks": set(),
         "--draft-vocab-size": {"0"},
         "--epochs": set(),
+        "--max-tokens": {"0"},
+        "--soft-weight": {"0"},
         "--learning-rate": set(),
         "--tokens-per-step": set(),
         "--seed": {"0"},

@@ -185,15 +185,19 @@ class Adapter:
         positions = cache.prefix_lens.unsqueeze(1) + layout.depths
         return self._run(tokens, positions, context, logits_to_keep=0)
 
-    def prefill(self, tokens: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def prefill(
+        self, tokens: torch.Tensor, cache: KVCache, keep_hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run and commit the prompt, or the next part of one, as chains of at most 512 tokens.
 
         Args:
             tokens: integer ``[B, P]``, P >= 1.
             cache: receives the keys and values.
+            keep_hidden: whether the hidden states of all tokens are wanted.
 
         Returns:
-            Last hidden state ``[B, 1, H]`` and logits ``[B, 1, V]`` of the last token.
+            Last hidden state ``[B, 1, H]``, or ``[B, P, H]`` with ``keep_hidden``, and logits ``[B, 1, V]`` of the
+            last token.
 
         Raises:
             ValueError: a token outside the vocabulary, an empty prompt, or too few free slots.
@@ -203,6 +207,7 @@ class Adapter:
         if tokens.shape[1] > cache.free_slots:
             refuse("prefill", "tokens", f"at most {cache.free_slots} long (the free slots)", tokens.shape[1])
         self._check_tokens(tokens)
+        states: list[torch.Tensor] = []
         chunks = tokens.split(PREFILL_CHUNK, dim=1)
         for chunk in chunks:
             length = chunk.shape[1]
@@ -210,20 +215,34 @@ class Adapter:
             positions = cache.prefix_lens.unsqueeze(1) + torch.arange(length, device=self.device)
             if chunk is not chunks[-1]:
                 with self._tree_attention_active():
-                    self.model.base_model(
+                    output = self.model.base_model(
                         input_ids=chunk, position_ids=positions, use_cache=False, **{CONTEXT_KEYWORD: context}
                     )
+                if keep_hidden:
+                    states.append(output.last_hidden_state)
             else:
-                hidden, logits = self._run(chunk, positions, context, logits_to_keep=1)
+                hidden, logits = self._run(chunk, positions, context, 1, states if keep_hidden else None)
             cache.advance(length)
-        return hidden, logits
+        return torch.cat(states, dim=1) if keep_hidden else hidden, logits
 
     def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, context: TreeContext, logits_to_keep: int
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: TreeContext,
+        logits_to_keep: int,
+        states: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits of the last ``logits_to_keep`` tokens (0: all); ``states`` gets all states."""
         captured: list[torch.Tensor] = []
         head = self.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0]))
+        hooks = [head.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0]))]
+        if states is not None:
+            hooks.append(
+                self.model.base_model.register_forward_hook(
+                    lambda module, inputs, output: states.append(output.last_hidden_state)
+                )
+            )
         try:
             with self._tree_attention_active():
                 output = self.model(
@@ -234,7 +253,8 @@ class Adapter:
                     **{CONTEXT_KEYWORD: context},
                 )
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         return captured[0], output.logits
 
     @contextmanager

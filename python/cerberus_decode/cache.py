@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 import cerberus_kernels as ck
@@ -70,6 +72,23 @@ class KVCache:
     def free_slots(self) -> int:
         """Slots that the fullest sequence has left."""
         return self.capacity - max(self.lengths, default=0)
+
+    def row(self, index: int) -> KVCache:
+        """One sequence's slots as a cache of their own, sharing memory; :meth:`adopt` brings its length back."""
+        part = object.__new__(KVCache)
+        part.keys, part.values = self.keys[:, index : index + 1], self.values[:, index : index + 1]
+        part.lengths = [self.lengths[index]]
+        part.prefix_lens = self.prefix_lens[index : index + 1].clone()
+        part._layers = list(zip(part.keys.unbind(0), part.values.unbind(0), strict=True))
+        return part
+
+    def adopt(self, index: int, part: KVCache) -> None:
+        """Take over the length of what :meth:`row` gave for ``index``."""
+        self._set_row_lengths({index: part.lengths[0]})
+
+    def advance_rows(self, rows: Sequence[int]) -> None:
+        """Commit one more slot of each of ``rows``, as after a pass over their roots alone."""
+        self._set_row_lengths({row: self.lengths[row] + 1 for row in rows})
 
     def reserve(self, layer: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's whole caches, ``[B, S_max, Hkv, Dh]`` each, for a call that writes ``nodes`` slots itself.
@@ -160,6 +179,9 @@ class KVCache:
         """Keys and values of one sequence's committed slots, ``[length, Hkv, Dh]`` views."""
         key_cache, value_cache = self._layers[layer]
         return key_cache[row, : self.lengths[row]], value_cache[row, : self.lengths[row]]
+
+    def _set_row_lengths(self, lengths: dict[int, int]) -> None:
+        self._set_lengths([lengths.get(row, length) for row, length in enumerate(self.lengths)])
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths

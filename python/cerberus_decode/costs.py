@@ -18,6 +18,7 @@ import torch
 import cerberus_kernels as ck
 
 from .embedded import cache_dir
+from .heads import DraftState
 from .layout import TreeLayout
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
                 times[nodes].append(seconds)
         if heads is not None:
             root = prompt[:, 0].to(torch.int32)
-            draft_times.append(_timed(functools.partial(heads.propose, hidden[:, -1], root), adapter.device))
+            state = DraftState(heads, PREFIX_TOKENS)
+            state.observe(hidden[:, -1:], root.unsqueeze(1))
+            draft_times.append(_timed(state.propose, adapter.device))
     least = {nodes: min(values) for nodes, values in times.items()}
     return CostTable(least, min(draft_times[1:], default=0.0))
 

@@ -16,6 +16,7 @@ from cerberus_kernels._checks import refuse
 from .adapter import Adapter
 from .cache import KVCache
 from .costs import CostTable, cost_table
+from .heads import DraftState
 from .layout import LayoutCache, TreeLayout
 from .metrics import Metrics
 from .options import Options, active_rules, end_token_ids, prompt_tokens, refuse_unknown
@@ -212,6 +213,7 @@ class Generation:
         if self._limit == 0:
             self.finish_reason = self._limit_reason
         self.cache: KVCache = self._adapter.new_cache(self._capacity())
+        self._drafts = DraftState(decoder.heads, self.cache.capacity)
         self._root: torch.Tensor  # int32 [B], newest token
         self._hidden: torch.Tensor  # [B, H], last hidden state of the last accepted node
         self._entropy: torch.Tensor  # fp32 [B], nats, of the distribution there
@@ -249,7 +251,8 @@ class Generation:
 
     def _prefill_step(self) -> Step:
         clock = _Clock(self._adapter.device)
-        hidden, logits = self._adapter.prefill(self._prompt, self.cache)
+        every = self._drafts.needs_all_positions
+        hidden, logits = self._adapter.prefill(self._prompt, self.cache, keep_hidden=every)
         self.metrics.forward_s = self.metrics.prefill_s = clock.lap()
         root_only = self._decoder.layout(0, 0)
         last = self._prompt[:, -1:].to(torch.int32)
@@ -257,6 +260,8 @@ class Generation:
         self._entropy = verdict.entropy
         self._hidden = hidden[:, -1]
         self._root = verdict.tokens[:, 0]
+        following = torch.cat([self._prompt[:, 1:].to(torch.int32), verdict.tokens[:, :1]], dim=1)
+        self._drafts.observe(hidden, following[:, -hidden.shape[1] :])
         emitted = verdict.tokens[0, :1].tolist()
         self.metrics.flagged_steps += int(verdict.status.any())
         self.metrics.verify_s += clock.lap()
@@ -275,8 +280,9 @@ class Generation:
         before = self.cache.lengths[0]
         (accepted,) = self.cache.commit(verdict.path, verdict.num_accepted)
         metrics.commit_s += clock.lap()
-        node = verdict.path[:, accepted].to(torch.int64)  # [B], last accepted node
-        self._hidden = hidden[:, node[0]] if hidden.shape[0] == 1 else hidden[torch.arange(len(node)), node]
+        kept = hidden[:, verdict.path[0, : accepted + 1].to(torch.int64)]  # [1, accepted + 1, H]
+        self._hidden = kept[:, -1]
+        self._drafts.observe(kept, verdict.tokens[:, : accepted + 1])
         self._entropy = verdict.entropy
         self._root = verdict.tokens[:, accepted]
         metrics.flagged_steps += int(verdict.status.any())
@@ -299,7 +305,7 @@ class Generation:
         if layout.num_nodes == 1:
             return layout, self._root.unsqueeze(1)
         self.metrics.open_steps += 1
-        candidates, _ = decoder.heads.propose(self._hidden, self._root, k=layout.num_candidates)
+        candidates, _ = self._drafts.propose(layout.num_candidates)
         return layout, layout.draft_tokens(self._root, candidates)
 
     def _verify(self, logits: torch.Tensor, tokens: torch.Tensor, layout: TreeLayout) -> Any:

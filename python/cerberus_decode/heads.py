@@ -1,8 +1,9 @@
 """Draft heads as files and as a proposer: configuration, checked loading, and one call per step.
 
 A heads folder holds ``config.json`` (every parameter of the method, the base model named and hashed) and
-``model.safetensors`` (``weight``, ``bias`` and, for a trimmed draft vocabulary, ``token_map``). Both kinds of heads
-project through the base model's own LM head; Medusa heads are the same tensors without the link.
+``model.safetensors`` (``weight``, ``bias``, for a trimmed draft vocabulary ``token_map``, and with a sequence layer
+its weights as ``sequence.*``). Both kinds of heads project through the base model's own LM head; Medusa heads are the
+same tensors without the link.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from safetensors.torch import load_file, save_file
 
 import cerberus_kernels as ck
 
+from .cache import KVCache
+from .sequence_layer import SequenceConfig, SequenceLayer
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 KINDS = ("cerberus", "medusa")
+_SEQUENCE = "sequence."
 
 
 class HeadsMismatch(ValueError):
@@ -50,6 +55,7 @@ class HeadsConfig:
         accuracy: held-out probability ``[K][k]`` that head i's candidate of each rank is right.
         gate: calibration of the entropy gate, see :mod:`cerberus_decode.policy`.
         training: how the heads were trained, for the record.
+        sequence: sizes of the sequence layer in front of the heads, or None.
     """
 
     kind: str
@@ -68,6 +74,7 @@ class HeadsConfig:
     accuracy: tuple[tuple[float, ...], ...] = ()
     gate: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    sequence: SequenceConfig | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -108,6 +115,11 @@ class HeadsConfig:
         for name in ("tree", "accuracy"):
             values[name] = tuple(tuple(row) for row in values.get(name, ()))
         values["tree_gains"] = tuple(values.get("tree_gains", ()))
+        if values.get("sequence"):
+            try:
+                values["sequence"] = SequenceConfig(**values["sequence"])
+            except TypeError as error:
+                raise HeadsMismatch(f"heads: sequence in {CONFIG_NAME} must be a sequence layer's: {error}") from error
         return HeadsConfig(**values)
 
     def to_json(self) -> str:
@@ -130,13 +142,19 @@ class DraftHeads:
         weight: ``[L, K, H, 2H]`` or ``[L, K, H, H]``.
         bias: ``[L, K, H]``.
         token_map: int32 ``[draft_vocab_size]``, token of each projected row, ascending; None without trimming.
+        sequence_weights: the sequence layer's tensors by name; empty without one.
 
     Raises:
         HeadsMismatch: a tensor whose shape contradicts the configuration.
     """
 
     def __init__(
-        self, config: HeadsConfig, weight: torch.Tensor, bias: torch.Tensor, token_map: torch.Tensor | None = None
+        self,
+        config: HeadsConfig,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        token_map: torch.Tensor | None = None,
+        sequence_weights: dict[str, torch.Tensor] | None = None,
     ) -> None:
         for name, tensor, shape in (("weight", weight, config.weight_shape), ("bias", bias, config.weight_shape[:3])):
             if tuple(tensor.shape) != shape:
@@ -144,10 +162,16 @@ class DraftHeads:
         rows = config.vocab_size if token_map is None else token_map.numel()
         if rows != config.draft_vocab_size:
             raise HeadsMismatch(f"heads: token_map must hold {config.draft_vocab_size} rows, got {rows}")
+        self.sequence_weights = sequence_weights or {}
+        shapes = config.sequence.shapes() if config.sequence else {}
+        found = {name: tuple(tensor.shape) for name, tensor in self.sequence_weights.items()}
+        if found != shapes:
+            raise HeadsMismatch(f"heads: the sequence layer's weights must be of shapes {shapes}, got {found}")
         self.config = config
         self.weight = weight
         self.bias = bias
         self.token_map = token_map
+        self.sequence: SequenceLayer | None = None
         self.embedding: torch.Tensor | None = None
         self.vocab_weight: torch.Tensor | None = None
 
@@ -164,18 +188,22 @@ class DraftHeads:
             tensors = load_file(folder / WEIGHTS_NAME)
         except (OSError, SafetensorError) as error:
             raise HeadsMismatch(f"heads: cannot read {folder}: {error}") from error
-        allowed = {"weight", "bias", "token_map"}
-        if not {"weight", "bias"} <= set(tensors) <= allowed:
+        sequence = {
+            name.removeprefix(_SEQUENCE): tensors.pop(name) for name in list(tensors) if name.startswith(_SEQUENCE)
+        }
+        if not {"weight", "bias"} <= set(tensors) <= {"weight", "bias", "token_map"}:
             raise HeadsMismatch(
-                f"heads: {WEIGHTS_NAME} must hold weight, bias and at most token_map, got {sorted(tensors)}"
+                f"heads: {WEIGHTS_NAME} must hold weight, bias and at most token_map and {_SEQUENCE}*, "
+                f"got {sorted(tensors)}"
             )
-        return DraftHeads(config, tensors["weight"], tensors["bias"], tensors.get("token_map"))
+        return DraftHeads(config, tensors["weight"], tensors["bias"], tensors.get("token_map"), sequence)
 
     def save(self, folder: str | Path) -> None:
         """Write the folder's two files, weights in bfloat16; each appears whole or not at all."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"weight": self.weight, "bias": self.bias}
+        tensors |= {_SEQUENCE + name: tensor for name, tensor in self.sequence_weights.items()}
         tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
         if self.token_map is not None:
             tensors["token_map"] = self.token_map.to(torch.int32)
@@ -209,7 +237,11 @@ class DraftHeads:
             raise HeadsMismatch(f"heads: base model must be {self.config.base_model} (its LM head's hash), got another")
         dtype, device = vocab_weight.dtype, vocab_weight.device
         token_map = None if self.token_map is None else self.token_map.to(device)
-        bound = DraftHeads(self.config, self.weight.to(device, dtype), self.bias.to(device, dtype), token_map)
+        sequence = {name: tensor.to(device, dtype) for name, tensor in self.sequence_weights.items()}
+        weight, bias = self.weight.to(device, dtype), self.bias.to(device, dtype)
+        bound = DraftHeads(self.config, weight, bias, token_map, sequence)
+        if self.config.sequence is not None:
+            bound.sequence = SequenceLayer(self.config.sequence, sequence)
         bound.embedding = embedding
         bound.vocab_weight = vocab_weight[: self.config.vocab_size]
         if token_map is not None:
@@ -222,7 +254,8 @@ class DraftHeads:
         """Candidates of all K heads after one position.
 
         Args:
-            hidden: ``[B, H]``, the base model's last hidden state at the last accepted node.
+            hidden: ``[B, H]``, the base model's last hidden state at the last accepted node, or the sequence layer's
+                output there.
             root: int ``[B]``, the token that follows it.
             k: candidates per head, by default the configuration's.
 
@@ -239,3 +272,52 @@ class DraftHeads:
             states, self.vocab_weight, k or self.config.num_candidates, token_map=self.token_map
         )
         return tokens, log_probs
+
+
+class DraftState:
+    """What bound heads remember of one generation: the newest position, and the sequence layer's cache.
+
+    Args:
+        heads: bound heads.
+        capacity: positions of the generation at most.
+    """
+
+    def __init__(self, heads: Any, capacity: int) -> None:
+        self._heads = heads
+        sequence: SequenceLayer | None = getattr(heads, "sequence", None)
+        self._sequence = sequence
+        self._cache: KVCache | None = sequence.new_cache(capacity) if sequence else None
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._newest: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """Whether every position counts, or only the newest."""
+        return self._sequence is not None
+
+    def observe(self, hidden: torch.Tensor, following: torch.Tensor) -> None:
+        """Positions were committed; nothing is computed until heads draft.
+
+        Args:
+            hidden: ``[B, n, H]``, the base model's states there.
+            following: integer ``[B, n]``, the tokens behind them; the last is the next step's root.
+        """
+        if self._sequence is None:
+            self._pending.clear()
+        self._pending.append((hidden, following))
+
+    def propose(self, k: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates after the newest position; see :meth:`DraftHeads.propose`."""
+        if self._pending:
+            self._newest = self._digest()
+            self._pending.clear()
+        return self._heads.propose(*self._newest, k)
+
+    def _digest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads' input ``[B, H]`` and the root token ``[B]`` at the newest position."""
+        hidden = torch.cat([part for part, _ in self._pending], dim=1)
+        following = torch.cat([part for _, part in self._pending], dim=1)
+        if self._sequence is None or self._cache is None:
+            return hidden[:, -1], following[:, -1]
+        embedded = torch.nn.functional.embedding(following, self._heads.embedding) * self._heads.config.root_scale
+        return self._sequence.extend(hidden, embedded, self._cache), following[:, -1]

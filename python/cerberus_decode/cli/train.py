@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +42,7 @@ def train(
         int, options.number("--num-answers", int, 64, 10_000_000, "Answers that the base model writes to train on.")
     ] = 6000,
     model: options.Model = None,
+    dtype: options.Dtype = "float32",
     num_heads: Annotated[int, options.number("--num-heads", int, 1, 16, "Draft heads K.")] = 4,
     num_blocks: Annotated[int, options.number("--num-blocks", int, 1, 8, "Residual blocks L of every head.")] = 2,
     draft_vocab_size: Annotated[
@@ -48,7 +51,18 @@ def train(
             "--draft-vocab-size", int, 0, 10_000_000, "Most frequent tokens that heads may propose; 0: every token."
         ),
     ] = 8192,
+    sequence_layer: Annotated[
+        bool, typer.Option("--sequence-layer/--no-sequence-layer", help="Put a sequence layer in front of the heads.")
+    ] = False,
     epochs: Annotated[int, options.number("--epochs", int, 1, 1000, "Passes over the answers.")] = 1,
+    max_tokens: Annotated[
+        int,
+        options.number("--max-tokens", int, 0, 10**12, "Positions to stop training after; 0: whole passes."),
+    ] = 0,
+    soft_weight: Annotated[
+        float,
+        options.number("--soft-weight", float, 0.0, 1.0, "Share of the loss on the base model's own distribution."),
+    ] = 0.5,
     learning_rate: Annotated[
         float, options.number("--learning-rate", float, 1e-8, 1.0, "Peak learning rate of AdamW.")
     ] = 1e-3,
@@ -63,24 +77,39 @@ def train(
         raise typer.BadParameter(f"must be a file, got {answers}", param_hint="--answers")
     import torch
 
+    from ..adapter import Adapter
     from ..models import load
+    from ..optimize import optimize
     from ..train.run import HeadsOptions, train_heads
     from ..train.trainer import TrainOptions
 
     if threads is not None:
         torch.set_num_threads(threads)
-    base = load(model, report=tell)
-    work = work or output.with_name(output.name + ".work")
+    base = load(model, dtype=dtype, report=tell)
+    optimize(base.model)
+    work, name = work or output.with_name(output.name + ".work"), output.name
     chosen = HeadsOptions(
         kind=kind,
         num_heads=num_heads,
         num_blocks=num_blocks,
+        sequence_layer=sequence_layer,
         draft_vocab_size=draft_vocab_size,
-        train=TrainOptions(epochs=epochs, learning_rate=learning_rate, tokens_per_step=tokens_per_step, seed=seed),
+        train=TrainOptions(
+            epochs=epochs,
+            learning_rate=learning_rate,
+            tokens_per_step=tokens_per_step,
+            seed=seed,
+            max_tokens=max_tokens,
+            soft_weight=soft_weight,
+        ),
     )
     with Display() as display:
-        text = answers_file(answers) if answers else make_answers(base, work / "answers", num_answers, seed, display)
-        heads = train_heads(base.model, base.name, text, work, chosen, display.reports())
+        adapter = Adapter(base.model)
+        if answers:
+            shards = answer_shards(adapter, answers_file(answers), work / "text", display)
+        else:
+            shards = make_answers(adapter, base.tokenizer, work / "text", num_answers, seed, display)
+        heads = train_heads(base.model, base.name, shards, work / name / "checkpoint.pt", chosen, display.reports())
     heads.save(output)
     first = ", ".join(f"{row[0]:.3f}" for row in heads.config.accuracy)
     tell(f"heads in {output}; held-out accuracy of head 1, 2, ...: {first}")
@@ -159,15 +188,31 @@ class Display:
         return Reports(stage=self.stage, shard=self.advance, progress=self.training)
 
 
-def make_answers(base: Any, folder: Path, num_answers: int, seed: int, display: Display) -> dict[str, Any]:
-    """Let the base model write ``num_answers`` answers, shard by shard, or read those of an earlier run."""
-    from ..train.answers import AnswerOptions, AnswerWriter, read_answers
+def make_answers(adapter: Any, tokenizer: Any, folder: Path, count: int, seed: int, display: Display) -> list[Path]:
+    """Let the base model write conversations, shard by shard, or take those of an earlier run."""
+    from ..train.answers import AnswerOptions, AnswerWriter
 
     display.stage("answers")
-    writer = AnswerWriter(base.model, base.tokenizer, AnswerOptions(seed=seed))
-    total = -(-num_answers // writer.options.sequences_per_shard)
+    options = AnswerOptions(seed=seed)
+    options = dataclasses.replace(options, conversations_per_shard=min(options.conversations_per_shard, count))
+    writer = AnswerWriter(adapter, tokenizer, options)
+    total, start = -(-count // options.conversations_per_shard), time.perf_counter()
     paths: list[Path] = []
-    for path in writer.write(folder, num_answers):
+    for path in writer.write(folder, count):
+        paths.append(path)
+        rate = writer.tokens / (time.perf_counter() - start)
+        display.advance(len(paths), total, f"{rate:.0f} tokens/s" if writer.tokens else "")
+    return sorted(paths)
+
+
+def answer_shards(adapter: Any, answers: dict[str, Any], folder: Path, display: Display) -> list[Path]:
+    """Run the base model over answers that were made elsewhere."""
+    from ..train.features import SEQUENCES_PER_SHARD, write_shards
+
+    display.stage("hidden states")
+    total = -(-len(answers["answer_start"]) // SEQUENCES_PER_SHARD)
+    paths: list[Path] = []
+    for path in write_shards(adapter, answers, folder):
         paths.append(path)
         display.advance(len(paths), total)
-    return read_answers(paths, num_answers)
+    return paths

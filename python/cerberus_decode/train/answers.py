@@ -1,33 +1,69 @@
 """Training text from the base model alone: it writes the user's turns itself, then answers them.
 
 A chat model has seen what users ask, so after the opening of a user turn it continues with a plausible question; no
-data set is needed. Left to itself it favours a few openings, which is why most turns are started with a word drawn
-from a list. Answers are greedy or sampled, in a stated mix, because heads draft for both.
+data set is needed. Left to itself it favours a few openings, which is why most turns are started with words drawn
+from a list: of questions, of requests, and of tasks that come with a text, such as a summary. Some conversations go
+on to a second turn. Answers are greedy or sampled, in a stated mix, because heads draft for both.
 
-The text is made in shards that appear whole or not at all; a shard depends on the options, its number and the shards
-before it, so a stopped run continues as if it had never stopped, and asking for more sequences keeps the first ones.
+The text is made in shards of the format of :mod:`.shards` that appear whole or not at all. A conversation depends on
+the options and its number alone (up to rounding), so a stopped run continues where it stood, and asking for more
+keeps what is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from ..adapter import Adapter
+from ..options import end_token_ids
+from .pool import Continuation, Pool, Request
+from .shards import Sequence, read_options, shard_path, text_key, write_shard
 
-_QUESTIONS = ("What", "How", "Why", "Which", "Who", "When", "Where", "Can", "Could", "Is", "Are", "Do", "If")
-_REQUESTS = ("Write", "Explain", "Describe", "Give", "List", "Compare", "Create", "Tell", "Help", "Summarize")
-_OTHERS = ("Translate", "Solve", "Find", "Suggest", "Imagine", "Please", "I", "My", "The", "A", "In", "Python")
-FIRST_WORDS = _QUESTIONS + _REQUESTS + _OTHERS
-LARGEST_UINT16 = 65535
-MAX_ROUNDS_PER_SHARD = 16
-_MARKER = "CERBERUS-USER-TURN"
+_MARKERS = ("CERBERUS-FIRST-TURN", "CERBERUS-ANSWER", "CERBERUS-SECOND-TURN")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How user turns of one sort begin.
+
+    Attributes:
+        texts: beginnings, one of which is drawn; the model writes the rest.
+        weight: share of the turns, relative to the other sorts'.
+        max_tokens: longest turn.
+        may_be_cut: whether a longer turn is cut there; else it is dropped, as one that asks nothing yet.
+        temperature: of the turn; texts to work on read better below 1.
+    """
+
+    texts: tuple[str, ...]
+    weight: float
+    max_tokens: int = 64
+    may_be_cut: bool = False
+    temperature: float = 1.0
+
+
+_QUESTIONS = ("What", "How", "Why", "Which", "Who", "When", "Where", "Can", "Could", "Is", "Are", "Do", "If", "In what")
+_REQUESTS = ("Write", "Explain", "Describe", "Give", "List", "Compare", "Create", "Tell", "Help", "Suggest", "Imagine")
+_OTHERS = ("Solve", "Find", "Please", "I", "My", "The", "A", "In", "Python", "Act as", "Rewrite", "Classify", "Extract")
+_SUMS = ("A farmer has", "If a train", "There are", "A shop sells", "Every day", "Tom has", "Calculate", "How many")
+_TRANSLATIONS = ("Translate German to English: ", "Translate the following sentence into French:", "Translate: Die ")
+_SUMMARIES = ("Summarize: ", "Summarize the following article:\n\n", "Give a short summary of this text: ", "TL;DR: ")
+_READINGS = ("Answer the question based on the text below.\n\n", "Read this passage: ", "Context: ", "Given the text: ")
+OPENINGS = (
+    Opening(_QUESTIONS, 0.28),
+    Opening(_REQUESTS, 0.2),
+    Opening(_OTHERS, 0.14),
+    Opening(_SUMS, 0.1, max_tokens=96),
+    Opening(_TRANSLATIONS, 0.06, max_tokens=96),
+    Opening(_SUMMARIES, 0.08, max_tokens=320, may_be_cut=True, temperature=0.7),
+    Opening(_READINGS, 0.08, max_tokens=320, may_be_cut=True, temperature=0.7),
+    Opening(("",), 0.06),
+)
 
 
 @dataclass(frozen=True)
@@ -35,27 +71,23 @@ class AnswerOptions:
     """How to make training text.
 
     Attributes:
-        mix: pairs of an answer's temperature (0 is greedy) and the share of sequences that get it.
+        mix: pairs of an answer's temperature (0 is greedy) and the share of conversations that get it.
         top_p: nucleus of every sampled token.
-        max_turn_tokens: longest user turn; longer ones are dropped, not cut.
         max_answer_tokens: longest answer; longer ones are cut.
-        first_words: words that may start a turn.
-        first_word_share: share of turns that are started with one of them.
+        openings: sorts of user turns.
+        second_turns: share of conversations that go on after an answer that ended.
         system: system prompt; None leaves it to the chat template.
-        sequences_per_shard: sequences in a file.
-        batch_size: sequences generated together.
+        conversations_per_shard: conversations in a file; those whose turn came to nothing leave no sequence.
         seed: of every draw.
     """
 
     mix: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))
     top_p: float = 0.95
-    max_turn_tokens: int = 64
     max_answer_tokens: int = 256
-    first_words: tuple[str, ...] = FIRST_WORDS
-    first_word_share: float = 0.9
+    openings: tuple[Opening, ...] = OPENINGS
+    second_turns: float = 0.1
     system: str | None = None
-    sequences_per_shard: int = 64
-    batch_size: int = 32
+    conversations_per_shard: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,14 +95,24 @@ class AnswerOptions:
         shares = [share for _, share in self.mix]
         if not shares or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise ValueError(f"answers: mix must be temperatures with shares that sum to 1, got {self.mix}")
+        if not self.openings or min(opening.weight for opening in self.openings) < 0:
+            raise ValueError(f"answers: openings must be sorts of turns with weights >= 0, got {self.openings}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of user turns and answers in the longest sequence."""
+        turn = max(opening.max_tokens for opening in self.openings)
+        return 2 * (turn + self.max_answer_tokens) if self.second_turns else turn + self.max_answer_tokens
 
 
 @dataclass(frozen=True)
 class ChatFrame:
-    """Token ids around a user turn: ``before`` opens it, ``after`` closes it and opens the answer."""
+    """Token ids around user turns: ``before`` opens the first, ``after`` closes it and opens the answer, ``between``
+    stands between an answer (its end token included here) and the next turn; None where the template has no such."""
 
     before: list[int]
     after: list[int]
+    between: list[int] | None
 
 
 def chat_frame(tokenizer: Any, system: str | None = None) -> ChatFrame:
@@ -83,179 +125,121 @@ def chat_frame(tokenizer: Any, system: str | None = None) -> ChatFrame:
     Raises:
         ValueError: there is no template, or it does not show the user's words once as they are.
     """
+    first, answer, second = _MARKERS
     messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": _MARKER})
+    messages.append({"role": "user", "content": first})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if text.count(_MARKER) != 1:
-        raise ValueError(f"answers: the chat template must show the user's turn once, got {text.count(_MARKER)} times")
-    before, after = text.split(_MARKER)
-    return ChatFrame(*(tokenizer.encode(part, add_special_tokens=False) for part in (before, after)))
+    if text.count(first) != 1:
+        raise ValueError(f"answers: the chat template must show the user's turn once, got {text.count(first)} times")
+    before, after = (tokenizer.encode(part, add_special_tokens=False) for part in text.split(first))
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": second}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    between = None
+    if text.count(answer) == 1 and text.count(second) == 1:
+        between = tokenizer.encode(text.split(answer)[1].split(second)[0], add_special_tokens=False)
+    return ChatFrame(before, after, between)
 
 
 class AnswerWriter:
     """Makes shards of training text.
 
     Args:
-        model: a transformers causal LM.
+        adapter: the base model; a dtype and a forward pass as decoding will have them.
         tokenizer: its tokenizer, with a chat template.
         options: how.
+        num_rows: conversations that run together.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, options: AnswerOptions) -> None:
-        self.model, self.tokenizer, self.options = model, tokenizer, options
+    def __init__(self, adapter: Adapter, tokenizer: Any, options: AnswerOptions, num_rows: int = 64) -> None:
+        self.adapter, self.tokenizer, self.options = adapter, tokenizer, options
+        self.num_rows = num_rows
         self.frame = chat_frame(tokenizer, options.system)
-        ends = model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
-        self.ends = sorted({*ends, *self.frame.after[:1]})
-        self.prompts: set[str] = set()
+        self.ends = end_token_ids(None, adapter.model) | set(self.frame.after[:1])
+        self.tokens = 0
+        """Tokens made so far, user turns included."""
 
-    def write(self, folder: Path, num_sequences: int) -> Iterator[Path]:
-        """Write the shards that ``folder`` lacks for ``num_sequences`` sequences; yield every shard's path in turn.
+    def write(self, folder: Path, num_conversations: int) -> Iterator[Path]:
+        """Write the shards that ``folder`` lacks for ``num_conversations``; yield every shard's path as it is there.
 
         Raises:
-            ValueError: ``folder`` holds shards made with other options, or the model no longer writes new prompts.
+            ValueError: ``folder`` holds shards made with other options.
         """
         folder.mkdir(parents=True, exist_ok=True)
         identity = json.dumps(dataclasses.asdict(self.options))
-        for index in range(-(-num_sequences // self.options.sequences_per_shard)):
-            path = folder / f"answers-{index:05d}.safetensors"
-            if path.exists():
-                with safe_open(path, "pt") as shard:
-                    made_with = (shard.metadata() or {}).get("options")
-                if made_with != identity:
-                    raise ValueError(f"answers: {path} must be made with {identity}, got {made_with}")
-                self._remember(load_file(path))
-            else:
-                partial = path.with_suffix(".partial")
-                save_file(self.shard(index), partial, metadata={"options": identity})
-                partial.rename(path)
+        size = self.options.conversations_per_shard
+        lacking = []
+        for index in range(-(-num_conversations // size)):
+            path = shard_path(folder, index)
+            if not path.exists():
+                lacking.append(index)
+                continue
+            made_with = read_options(path)
+            if made_with != identity:
+                raise ValueError(f"answers: {path} must be made with {identity}, got {made_with}")
             yield path
+        numbers = (number for index in lacking for number in range(index * size, (index + 1) * size))
+        ended: dict[int, dict[int, list[Sequence]]] = {index: {} for index in lacking}
+        for number, sequences in self._converse(numbers):
+            shard = ended[number // size]
+            shard[number] = sequences
+            if len(shard) == size:
+                made = [sequence for number in sorted(shard) for sequence in shard[number]]
+                path = shard_path(folder, number // size)
+                write_shard(path, made, self.adapter.vocab_size, identity)
+                ended.pop(number // size)
+                yield path
 
-    def shard(self, index: int) -> dict[str, torch.Tensor]:
-        """Make shard ``index``: ``tokens``, ``offsets``, ``answer_start``, ``temperature``."""
+    def _converse(self, numbers: Iterator[int]) -> Iterator[tuple[int, list[Sequence]]]:
+        """Run conversations together; yields each one's number and sequences as it ends."""
+        frame = len(self.frame.before) + 2 * len(self.frame.after) + len(self.frame.between or ())
+        pool = Pool(self.adapter, self.num_rows, frame + self.options.longest + 1, self.ends)
+        running: dict[int, Generator[Request, Continuation, list[Sequence]]] = {}
+
+        def begin(count: int) -> None:
+            for _, number in zip(range(count), numbers, strict=False):
+                running[number] = self.conversation(number)
+                pool.add(number, next(running[number]))
+
+        begin(self.num_rows)
+        for number, made in pool.run():
+            self.tokens = pool.tokens
+            try:
+                pool.add(number, running[number].send(made))
+            except StopIteration as stop:
+                del running[number]
+                begin(1)
+                yield number, stop.value
+
+    def conversation(self, number: int) -> Generator[Request, Continuation, list[Sequence]]:
+        """One conversation: asks for continuations, and returns its sequences; none where a turn came to nothing."""
+        options, frame = self.options, self.frame
+        draw = random.Random(f"{options.seed} {number}")
+        temperature = draw.choices([t for t, _ in options.mix], [share for _, share in options.mix])[0]
+        sequences: list[Sequence] = []
+        before, key = list(frame.before), None
+        while True:
+            turn = yield from self._turn(before, draw)
+            if not turn:
+                return sequences
+            key = key if key is not None else text_key(self.tokenizer.decode(turn))
+            prompt = before + turn + frame.after
+            seed = draw.getrandbits(62)
+            answer = yield Request(prompt, options.max_answer_tokens, temperature, options.top_p, seed, True)
+            assert answer.hidden is not None
+            sequences.append(Sequence(prompt + answer.tokens, len(prompt), temperature, answer.hidden, number, key))
+            goes_on = len(sequences) == 1 and draw.random() < options.second_turns
+            if not (goes_on and answer.ended and frame.between):
+                return sequences
+            before = prompt + answer.tokens[:-1] + frame.between
+
+    def _turn(self, before: list[int], draw: random.Random) -> Generator[Request, Continuation, list[int]]:
+        """A user turn after ``before``; empty where the model wrote none."""
         options = self.options
-        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + index)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode():
-            torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-            prompts = [self.frame.before + turn + self.frame.after for turn in self._new_turns(generator)]
-            answers: list[list[int]] = [[] for _ in prompts]
-            temperatures = self._temperatures(generator)
-            for temperature, _ in options.mix:
-                rows = [row for row, t in enumerate(temperatures) if t == temperature]
-                rows.sort(key=lambda row: (len(prompts[row]), row))
-                for first in range(0, len(rows), options.batch_size):
-                    batch = rows[first : first + options.batch_size]
-                    made = self._continue([prompts[row] for row in batch], options.max_answer_tokens, temperature)
-                    for row, (answer, _) in zip(batch, made, strict=True):
-                        answers[row] = answer
-        sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        dtype = torch.uint16 if self.model.config.vocab_size <= LARGEST_UINT16 + 1 else torch.int32
-        return {
-            "tokens": torch.tensor([token for sequence in sequences for token in sequence]).to(dtype),
-            "offsets": torch.tensor([0] + [len(sequence) for sequence in sequences]).cumsum(0),
-            "answer_start": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
-            "temperature": torch.tensor(temperatures, dtype=torch.float32),
-        }
-
-    def _temperatures(self, generator: torch.Generator) -> list[float]:
-        """One per sequence of a shard, in the stated mix as nearly as whole numbers allow, shuffled."""
-        count, cumulative, shares = self.options.sequences_per_shard, 0.0, []
-        for temperature, share in self.options.mix:
-            first = round(cumulative * count)
-            cumulative += share
-            shares += [temperature] * (round(cumulative * count) - first)
-        return [shares[i] for i in torch.randperm(count, generator=generator).tolist()]
-
-    def _new_turns(self, generator: torch.Generator) -> list[list[int]]:
-        """User turns for one shard, none blank, unfinished or seen before."""
-        options = self.options
-        turns: list[list[int]] = []
-        for _ in range(MAX_ROUNDS_PER_SHARD * -(-options.sequences_per_shard // options.batch_size)):
-            started = torch.rand(options.batch_size, generator=generator) < options.first_word_share
-            words = torch.randint(max(1, len(options.first_words)), (options.batch_size,), generator=generator)
-            openings = [
-                self.tokenizer.encode(options.first_words[word], add_special_tokens=False)
-                if start and options.first_words
-                else []
-                for start, word in zip(started.tolist(), words.tolist(), strict=True)
-            ]
-            made = self._continue([self.frame.before + o for o in openings], options.max_turn_tokens, 1.0)
-            for opening, (rest, finished) in zip(openings, made, strict=True):
-                turn = opening + rest[:-1]
-                key = self._key(turn)
-                if finished and key and key not in self.prompts:
-                    self.prompts.add(key)
-                    turns.append(turn)
-                if len(turns) == options.sequences_per_shard:
-                    return turns
-        raise ValueError(
-            f"answers: the model must write {options.sequences_per_shard} new user turns of up to "
-            f"{options.max_turn_tokens} tokens per shard, got {len(turns)}"
-        )
-
-    def _continue(self, prompts: list[list[int]], limit: int, temperature: float) -> list[tuple[list[int], bool]]:
-        """New tokens of each prompt, the end token included, and whether it came within ``limit`` tokens."""
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.full((len(prompts), longest), self.ends[0])
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left, so that all rows go on at the same place
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        sampling: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_p": self.options.top_p, "top_k": 0}
-        device = self.model.device
-        output = self.model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=limit,
-            eos_token_id=self.ends,
-            pad_token_id=self.ends[0],
-            repetition_penalty=1.0,
-            **sampling,
-        )
-        continuations = []
-        for row in output[:, longest:].tolist():
-            end = next((place for place, token in enumerate(row) if token in self.ends), None)
-            continuations.append((row if end is None else row[: end + 1], end is not None))
-        return continuations
-
-    def _key(self, turn: list[int]) -> str:
-        """What makes two prompts the same: their words, whatever the case and the spaces between."""
-        return " ".join(self.tokenizer.decode(turn).split()).casefold()
-
-    def _remember(self, shard: dict[str, torch.Tensor]) -> None:
-        """Note a finished shard's prompts, so that later shards do not repeat them."""
-        tokens, offsets = shard["tokens"].to(torch.int64).tolist(), shard["offsets"].tolist()
-        for first, start in zip(offsets, shard["answer_start"].tolist(), strict=False):
-            turn = tokens[first + len(self.frame.before) : first + start - len(self.frame.after)]
-            self.prompts.add(self._key(turn))
-
-
-def read_answers(paths: list[Path], num_sequences: int | None = None) -> dict[str, torch.Tensor]:
-    """Join shards into one set, the format of a single file.
-
-    Args:
-        paths: shards or whole files, in order.
-        num_sequences: how many to keep of the front; None keeps all.
-
-    Returns:
-        ``tokens`` uint16 (int32 for large vocabularies) flat ids, ``offsets`` int64 ``[n + 1]``, ``answer_start``
-        int32 ``[n]`` (index within the sequence), ``temperature`` float32 ``[n]``.
-    """
-    shards = [load_file(path) for path in paths]
-    lengths = torch.cat([shard["offsets"].diff() for shard in shards])[:num_sequences]
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return {
-        "tokens": torch.cat([shard["tokens"] for shard in shards])[: int(offsets[-1])],
-        "offsets": offsets,
-        "answer_start": torch.cat([shard["answer_start"] for shard in shards])[:num_sequences],
-        "temperature": torch.cat([shard["temperature"] for shard in shards])[:num_sequences],
-    }
-
-
-def save_answers(answers: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a set as one file, which appears whole or not at all."""
-    partial = path.with_suffix(".partial")
-    save_file({name: tensor.contiguous() for name, tensor in answers.items()}, partial)
-    partial.rename(path)
+        opening = draw.choices(options.openings, [opening.weight for opening in options.openings])[0]
+        text, seed = draw.choice(opening.texts), draw.getrandbits(62)
+        begun = self.tokenizer.encode(text, add_special_tokens=False) if text else []
+        made = yield Request(before + begun, opening.max_tokens, opening.temperature, options.top_p, seed)
+        if not made.ended and not opening.may_be_cut:
+            return []
+        turn = begun + (made.tokens[:-1] if made.ended else made.tokens)
+        return turn if self.tokenizer.decode(turn).strip() else []

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..heads import DraftHeads
-from .features import read_shard
-from .trainer import IGNORED, held_out, make_batch
+import cerberus_kernels as ck
 
-ROWS_PER_CHUNK = 512
+from .shards import read_shard, repeated
+from .trainer import IGNORED, Trainer, chosen_sequences, make_batch
+
 GATE_TREE_SIZES = (4, 8, 16, 32, 63)
 GATE_BINS = 12
 
@@ -21,31 +21,36 @@ GATE_BINS = 12
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out positions: ``ranks`` int64 [T, K], rank of the right token among each head's k candidates, -1 when it
-    is not among them or there is none; ``entropy`` fp32 [T] in nats of the distribution of the root token; ``whole``
-    bool [T], whether all K targets exist."""
+    is not among them or there is none; ``log_probs`` fp32 [T, K, k] of the candidates; ``entropy`` fp32 [T] in nats of
+    the distribution of the root token; ``whole`` bool [T], whether all K targets exist."""
 
     ranks: torch.Tensor
+    log_probs: torch.Tensor
     entropy: torch.Tensor
     whole: torch.Tensor
 
 
 @torch.inference_mode()
-def held_out_ranks(heads: DraftHeads, full_vocab_weight: torch.Tensor, shards: list[Path]) -> HeldOut:
-    """Run bound fp32 heads over the held-out sequences of ``shards``."""
-    ranks, entropies, whole = [], [], []
+def held_out_ranks(trainer: Trainer, full_vocab_weight: torch.Tensor, shards: list[Path]) -> HeldOut:
+    """Run heads under training over the held-out sequences of ``shards``."""
+    config = trainer.config
+    found: dict[str, list[torch.Tensor]] = {"ranks": [], "log_probs": [], "entropy": [], "whole": []}
+    repeats = repeated(shards)
     for path in shards:
         shard = read_shard(path)
-        batch = make_batch(shard, held_out(shard), heads.config.num_heads)
-        for first in range(0, len(batch.root), ROWS_PER_CHUNK):
-            rows = slice(first, first + ROWS_PER_CHUNK)
-            hidden, targets = batch.hidden[rows].float(), batch.targets[rows]
-            tokens, _ = heads.propose(hidden, batch.root[rows])
-            hits = tokens == targets.unsqueeze(-1)  # [T, K, k]
-            ranks.append(hits.int().argmax(-1).where(hits.any(-1), -1))
-            log_probs = (hidden @ full_vocab_weight.t()).log_softmax(-1)
-            entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-            whole.append((targets != IGNORED).all(-1))
-    return HeldOut(torch.cat(ranks), torch.cat(entropies), torch.cat(whole))
+        for sequence in chosen_sequences(shard, repeats, held_out=True):
+            batch = make_batch(shard, [sequence], config.num_heads)
+            states = trainer.states(batch)
+            tokens, log_probs, _ = ck.head_topk(
+                states, trainer.vocab_weight, config.num_candidates, token_map=trainer.token_map
+            )
+            hits = tokens == batch.targets.unsqueeze(-1)  # [T, K, k]
+            found["ranks"].append(hits.int().argmax(-1).where(hits.any(-1), -1))
+            found["log_probs"].append(log_probs)
+            base = (batch.states @ full_vocab_weight.t()).log_softmax(-1)
+            found["entropy"].append(-(base.exp() * base).sum(-1))
+            found["whole"].append((batch.targets != IGNORED).all(-1))
+    return HeldOut(**{name: torch.cat(parts) for name, parts in found.items()})
 
 
 def accuracy_table(found: HeldOut, num_candidates: int) -> tuple[tuple[float, ...], ...]:

@@ -1,13 +1,14 @@
 """Training draft heads on stored hidden states, with checkpoints that survive a kill.
 
-The base model is frozen: a step reads a batch of whole sequences from the feature shards, runs the heads on every
-position, and compares head i with the token i places after the root token and with the base model's own distribution
-there. Sequences whose number is a multiple of ``HELD_OUT_EVERY`` are never trained on.
+The base model is frozen: a step reads a batch of whole sequences from the shards, runs the heads on every position
+of an answer, and compares head i with the token i places after the root token and with the base model's own
+distribution there. Held-out sequences, see :func:`.shards.is_held_out`, and repeated prompts are never trained on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ from pathlib import Path
 import torch
 
 import cerberus_kernels as ck
+from cerberus_kernels._checks import refuse
 
 from ..heads import DraftHeads, HeadsConfig
-from .features import read_shard
+from .sequence import SequenceLayer
+from .shards import Shard, is_held_out, read_columns, read_shard, repeated
 
-HELD_OUT_EVERY = 32
 CHECKPOINT_EVERY_STEPS = 100
 WARM_UP_SHARE = 0.05
 IGNORED = -1
@@ -38,6 +40,7 @@ class TrainOptions:
         soft_weight: share of the loss on the base model's distribution, the rest is on the token itself.
         head_decay: weight of head i's loss is ``head_decay ** (i - 1)``.
         seed: order of shards and sequences.
+        max_tokens: positions after which training stops, the last pass cut short; 0 for whole passes.
     """
 
     epochs: int = 1
@@ -46,6 +49,7 @@ class TrainOptions:
     soft_weight: float = 0.5
     head_decay: float = 0.9
     seed: int = 0
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,55 +65,105 @@ class Progress:
 
 @dataclass
 class Batch:
-    """Rows of several sequences: ``hidden`` [T, H], ``root`` int64 [T], ``targets`` int64 [T, K] token ids or -1, and
-    ``teacher_rows`` int64 [T, K], the row of ``hidden`` whose distribution the head should match (0 where ignored)."""
+    """Whole sequences, padded at the end, and which of their positions heads learn at.
+
+    Attributes:
+        hidden: bfloat16 ``[S, L, H]``.
+        following: int64 ``[S, L]``, the token behind each position, the root token of a step taken there.
+        rows: int64 ``[T]``, indices into the ``S * L`` positions: those whose root token is in an answer.
+        targets: int64 ``[T, K]`` token ids, -1 past the end.
+        teacher_rows: int64 ``[T, K]``, which of the T rows has the distribution that the head should match; 0 where
+            there is none.
+    """
 
     hidden: torch.Tensor
-    root: torch.Tensor
+    following: torch.Tensor
+    rows: torch.Tensor
     targets: torch.Tensor
     teacher_rows: torch.Tensor
 
+    @property
+    def root(self) -> torch.Tensor:
+        """int64 ``[T]``."""
+        return self.following.flatten()[self.rows]
 
-def make_batch(shard: dict[str, torch.Tensor], sequences: list[int], num_heads: int) -> Batch:
-    """Rows of ``sequences`` of a shard, with targets that never cross from one sequence into the next."""
-    offsets = shard["offsets"]
-    spans = [torch.arange(int(offsets[s]), int(offsets[s + 1])) for s in sequences]
-    lengths = torch.tensor([len(span) for span in spans])
-    rows = torch.cat(spans)
-    left = torch.cat([torch.arange(int(n), 0, -1) for n in lengths]) - 1  # rows after each one in its sequence
+    @property
+    def states(self) -> torch.Tensor:
+        """fp32 ``[T, H]``, the base model's."""
+        return self.hidden.flatten(0, 1)[self.rows].float()
+
+
+def make_batch(shard: Shard, sequences: list[int], num_heads: int) -> Batch:
+    """The batch of some sequences of a shard; targets never cross from one sequence into the next."""
+    offsets, starts = shard["offsets"].tolist(), shard["answer_start"].tolist()
+    lengths = [offsets[s + 1] - offsets[s] - 1 for s in sequences]  # positions that a token follows
+    longest = max(lengths)
+    hidden = torch.zeros(len(sequences), longest, shard["hidden"].shape[1], dtype=torch.bfloat16)
+    following = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    rows, targets, teachers, before = [], [], [], 0
     ahead = torch.arange(1, num_heads + 1)
-    inside = left.unsqueeze(1) >= ahead
-    teacher_rows = (torch.arange(len(rows)).unsqueeze(1) + ahead).where(inside, 0)
-    tokens = shard["tokens"][rows].to(torch.int64)
-    targets = tokens[teacher_rows].where(inside, torch.tensor(IGNORED))
-    return Batch(shard["hidden"][rows], tokens, targets, teacher_rows)
+    for index, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        first = offsets[sequence]
+        hidden[index, :length] = shard["hidden"][first : first + length]
+        following[index, :length] = shard["tokens"][first + 1 : first + 1 + length].to(torch.int64)
+        learned = torch.arange(starts[sequence] - 1, length)
+        place = learned.unsqueeze(1) + ahead  # [rows, K], positions of the heads' targets
+        inside = place < length
+        rows.append(index * longest + learned)
+        targets.append(following[index][place.clamp_max(length - 1)].where(inside, IGNORED))
+        teachers.append((place - (starts[sequence] - 1) + before).where(inside, 0))
+        before += len(learned)
+    return Batch(hidden, following, torch.cat(rows), torch.cat(targets), torch.cat(teachers))
 
 
-def held_out(shard: dict[str, torch.Tensor]) -> list[int]:
-    """Sequences of a shard that training leaves out."""
-    return list(range(0, len(shard["offsets"]) - 1, HELD_OUT_EVERY))
+def chosen_sequences(shard: Shard, repeats: set[tuple[int, int]], held_out: bool = False) -> list[int]:
+    """Sequences of a shard to train on, or those that are held out; at least two answer tokens, no repeats."""
+    columns = (shard[name].tolist() for name in ("key", "conversation", "answer_start"))
+    lengths = shard["offsets"].diff().tolist()
+    return [
+        index
+        for index, (key, number, start) in enumerate(zip(*columns, strict=True))
+        if is_held_out(key) == held_out and (key, number) not in repeats and lengths[index] - start >= 2
+    ]
 
 
-def training_batches(shards: list[Path], epoch: int, num_heads: int, options: TrainOptions) -> Iterator[Batch]:
+def training_batches(
+    shards: list[Path], repeats: set[tuple[int, int]], epoch: int, num_heads: int, options: TrainOptions
+) -> Iterator[Batch]:
     """All batches of one epoch, in an order that depends on the seed and the epoch alone."""
     generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
     for index in torch.randperm(len(shards), generator=generator).tolist():
         shard = read_shard(shards[index])
-        lengths = shard["offsets"].diff().tolist()
-        order = torch.randperm(len(lengths), generator=generator).tolist()
+        answers = (shard["offsets"].diff() - shard["answer_start"]).tolist()
+        able = chosen_sequences(shard, repeats)
         chosen: list[int] = []
-        for sequence in order:
-            if sequence % HELD_OUT_EVERY == 0 or lengths[sequence] < 2:
-                continue
-            chosen.append(sequence)
-            if sum(lengths[s] for s in chosen) >= options.tokens_per_step:
+        for place in torch.randperm(len(able), generator=generator).tolist():
+            chosen.append(able[place])
+            if sum(answers[s] for s in chosen) >= options.tokens_per_step:
                 yield make_batch(shard, chosen, num_heads)
                 chosen = []
 
 
-def count_steps(shards: list[Path], options: TrainOptions) -> int:
+def count_steps(shards: list[Path], repeats: set[tuple[int, int]], options: TrainOptions) -> int:
     """Optimiser steps of a whole run."""
-    return options.epochs * sum(1 for _ in training_batches(shards, 0, 1, options))
+    steps = 0
+    tokens = 0
+    for epoch in range(options.epochs):
+        generator = torch.Generator().manual_seed(options.seed * 1000 + epoch)
+        for index in torch.randperm(len(shards), generator=generator).tolist():
+            shard = read_columns(shards[index], ("offsets", "answer_start", "key", "conversation"))
+            answers = (shard["offsets"].diff() - shard["answer_start"]).tolist()
+            able = chosen_sequences(shard, repeats)
+            taken = 0
+            for place in torch.randperm(len(able), generator=generator).tolist():
+                taken += answers[able[place]]
+                if taken >= options.tokens_per_step:
+                    steps += 1
+                    tokens += taken
+                    taken = 0
+                    if options.max_tokens and tokens >= options.max_tokens:
+                        return steps
+    return steps
 
 
 class Trainer:
@@ -121,6 +175,9 @@ class Trainer:
         vocab_weight: fp32 ``[V, H]`` its LM head.
         token_map: int32 ``[draft_vocab_size]`` ascending, or None.
         options: how to train.
+
+    Attributes:
+        sequence: the sequence layer, or None.
     """
 
     def __init__(
@@ -139,25 +196,33 @@ class Trainer:
         self.row_of_token[rows] = torch.arange(len(rows))
         self.weight = torch.zeros(config.weight_shape, requires_grad=True)
         self.bias = torch.zeros(config.weight_shape[:3], requires_grad=True)
-        self.optimizer = torch.optim.AdamW([self.weight, self.bias], lr=options.learning_rate, weight_decay=0.0)
+        torch.manual_seed(options.seed)
+        self.sequence = SequenceLayer(config.sequence) if config.sequence else None
+        parameters = [self.weight, self.bias, *(self.sequence.parameters() if self.sequence else ())]
+        self.optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0)
         self.head_weights = options.head_decay ** torch.arange(config.num_heads)
         self.step = 0
 
-    def states(self, hidden: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-        """hidden [T, H], root int64 [T] -> the heads' states [T, K, H]."""
-        root_embedding = self.embedding[root] * self.config.root_scale if self.config.root_embedding else None
+    def states(self, batch: Batch) -> torch.Tensor:
+        """The heads' states ``[T, K, H]`` at a batch's rows."""
+        scale = self.config.root_scale
+        hidden = batch.states
+        if self.sequence is not None:
+            following = self.embedding[batch.following] * scale
+            hidden = self.sequence(batch.hidden.float(), following).flatten(0, 1)[batch.rows]
+        root_embedding = self.embedding[batch.root] * scale if self.config.root_embedding else None
         return ck.head_states(hidden, self.weight, self.bias, root_embedding=root_embedding)
 
     def learn(self, batch: Batch, total_steps: int) -> tuple[float, torch.Tensor, torch.Tensor]:
         """One optimiser step; returns the loss, and per head how many targets were its best candidate, of how many."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.learning_rate * rate_factor(self.step, total_steps)
-        hidden, soft = batch.hidden.float(), self.options.soft_weight > 0
+        soft = self.options.soft_weight > 0
         loss, correct, counted = ck.head_loss(
-            self.states(hidden, batch.root),
+            self.states(batch),
             self.vocab_weight,
             self.row_of_token[batch.targets],
-            teacher_states=hidden if soft else None,
+            teacher_states=batch.states if soft else None,
             teacher_index=batch.teacher_rows if soft else None,
             head_weights=self.head_weights,
             soft_weight=self.options.soft_weight,
@@ -173,6 +238,7 @@ class Trainer:
         """Write a checkpoint that :meth:`restore` continues from; it appears whole or not at all."""
         partial = path.with_suffix(".partial")
         state = {"weight": self.weight.detach(), "bias": self.bias.detach(), "optimizer": self.optimizer.state_dict()}
+        state["sequence"] = self.sequence.state_dict() if self.sequence else {}
         torch.save({**state, "step": self.step, "identity": self.identity()}, partial)
         partial.rename(path)
 
@@ -184,6 +250,8 @@ class Trainer:
         with torch.no_grad():
             self.weight.copy_(state["weight"])
             self.bias.copy_(state["bias"])
+        if self.sequence:
+            self.sequence.load_state_dict(state["sequence"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
@@ -191,11 +259,13 @@ class Trainer:
         """What a checkpoint must agree on."""
         config = self.config
         method = (config.kind, config.weight_shape, config.root_embedding, config.root_scale, config.draft_vocab_size)
-        return repr((method, dataclasses.astuple(self.options)))
+        return repr((method, config.sequence, dataclasses.astuple(self.options)))
 
     def heads(self) -> DraftHeads:
         """The heads as they stand."""
-        return DraftHeads(self.config, self.weight.detach(), self.bias.detach(), self.token_map)
+        trained = self.sequence.state_dict() if self.sequence else {}
+        sequence = {name: tensor.detach() for name, tensor in trained.items()}
+        return DraftHeads(self.config, self.weight.detach(), self.bias.detach(), self.token_map, sequence)
 
 
 def rate_factor(step: int, total_steps: int) -> float:
@@ -224,19 +294,24 @@ def train(
         report_every_steps: steps per report.
     """
     options, num_heads = trainer.options, trainer.config.num_heads
-    total_steps = count_steps(shards, options)
+    repeats = repeated(shards)
+    total_steps = count_steps(shards, repeats, options)
+    if total_steps == 0:
+        refuse(
+            "train", "tokens_per_step", "at most the positions that there are to learn from", options.tokens_per_step
+        )
     if checkpoint.exists():
         trainer.restore(checkpoint)
     done = trainer.step
     losses, tokens, started = [], 0, time.perf_counter()
     correct, counted = torch.zeros(num_heads), torch.zeros(num_heads)
-    batches = (batch for e in range(options.epochs) for batch in training_batches(shards, e, num_heads, options))
-    for index, batch in enumerate(batches):
+    epochs = (training_batches(shards, repeats, e, num_heads, options) for e in range(options.epochs))
+    for index, batch in enumerate(itertools.islice(itertools.chain.from_iterable(epochs), total_steps)):
         if index < done:
             continue
         loss, right, seen = trainer.learn(batch, total_steps)
         losses.append(loss)
-        tokens += len(batch.root)
+        tokens += len(batch.rows)
         correct += right
         counted += seen
         if trainer.step % report_every_steps == 0 or trainer.step == total_steps:
