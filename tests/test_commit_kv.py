@@ -102,6 +102,24 @@ def test_every_dtype_and_strides(backend, dtype):
     assert torch.equal(backing[:, :, :, :2], untouched[:, :, :, :2])
 
 
+@pytest.mark.parametrize("offsets", [(0, 40, 80), (0, 40, 64), (80, 0, 40), (1, 50, 90)], ids=str)
+def test_layers_that_lie_anywhere(backend, offsets):
+    """Evenly spaced, with gaps, out of order, at addresses of their own."""
+    rows = [torch.randn(120, 2, 8), torch.randn(120, 2, 8)]
+    before = [memory.clone() for memory in rows]
+    caches = [[memory[first : first + 24].view(2, 12, 2, 8) for first in offsets] for memory in rows]
+    path, accepted, prefix = int32([[0, 2, 4, 5], [0, 1, 3, -1]]), int32([3, 2]), int32([2, 7])
+    for _ in range(2):  # the second call finds what the first one kept
+        for memory, start in zip(rows, before, strict=True):
+            memory.copy_(start)
+        ck.commit_kv(*caches, path, accepted, prefix, backend=backend)
+        for layers, start in zip(caches, before, strict=True):
+            for layer, first in zip(layers, offsets, strict=True):
+                old = start[first : first + 24].view(2, 12, 2, 8)
+                want = moved(old.unsqueeze(0), path.tolist(), accepted.tolist(), prefix.tolist())[0]
+                assert torch.equal(layer, want)
+
+
 def test_kv_05_rejecting_everything_keeps_the_prefix(backend):
     k_cache, v_cache = unique(2, 1, 60, 1, 8), -unique(2, 1, 60, 1, 8)
     before = k_cache.clone(), v_cache.clone()

@@ -35,6 +35,27 @@ def test_root_only_tree_sees_itself(backend):
     assert ck.tree_mask(int32([-1]), backend=backend).tolist() == [[1]]
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2, 31, 32, 33, 63, 64, 65, 129, 257])
+def test_triton_gives_the_same_bits(num_nodes):
+    cases = [parents for name, parents in tree_cases(num_nodes) if name != "chain" or num_nodes < 100]
+    trees = int32([*cases, cases[-1]])
+    counts = torch.full((len(trees),), num_nodes, dtype=torch.int32)
+    counts[-1] = (num_nodes + 1) // 2
+    trees[-1, counts[-1] :] = 99
+    expected = ck.tree_mask(trees, num_nodes=counts, backend="native")
+    assert torch.equal(ck.tree_mask(trees, num_nodes=counts, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 9, 1, 2], [-1, 2, 1, 0, 0], [0] * 5, [-1, -1, 0, 0, 0], [-1, 0, 1, 3, 0]])
+def test_on_a_gpu_a_malformed_tree_has_the_mask_of_its_root(parents):
+    """What the launch gives where nothing may be read back to refuse it."""
+    triton = pytest.importorskip("cerberus_kernels.ops.tree_mask.triton")
+    trees, counts = int32([parents, T5, T5, T5]), int32([5, 5, 0, 6])
+    root = [1, 0, 0, 0, 0]
+    expected = [root, [1, 3, 5, 11, 21], root, root]
+    assert triton.unchecked_tree_mask(trees, counts).flatten(1).tolist() == expected
+
+
 def test_padded_rows_are_zero_and_never_read(backend):
     parents = int32([[-1, 0, 0, 1, 2], [-1, 2**31 - 1, -7, 99, -1]])
     mask = ck.tree_mask(parents, num_nodes=int32([5, 1]), backend=backend)

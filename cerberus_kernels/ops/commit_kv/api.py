@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..._checks import check_tensor, refuse
-from ..._dispatch import REFUSED, Operator
+from ..._dispatch import REFUSED, LazyTriton, Operator
 from . import native, reference
 
 _OP = "commit_kv"
@@ -17,7 +17,7 @@ _operator = Operator(
     _OP,
     "(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor path, Tensor num_accepted, Tensor prefix_lens, *, "
     'Tensor? block_table=None, str backend="auto") -> Tensor',
-    {"reference": reference.commit_kv, "native": native.commit_kv},
+    {"reference": reference.commit_kv, "native": native.commit_kv, "triton": LazyTriton("commit_kv")},
     lambda k_caches, v_caches, path, num_accepted, prefix_lens, **kwargs: torch.empty_like(prefix_lens),
 )
 
@@ -48,7 +48,7 @@ def commit_kv(
         num_accepted: int32 ``[B]``, accepted nodes below the root, each in ``[0, D]``.
         prefix_lens: int32 ``[B]``, committed length before this step, the slot of the root.
         block_table: int32 ``[B, max_blocks]``, block ids of each request in order.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
 
     Returns:
         int32 ``[B]``, ``prefix_lens + num_accepted + 1``: the committed length with the root and the accepted nodes.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._checks import FLOATS, check_integer, check_number, check_tensor, refuse
-from ..._dispatch import REFUSED, Operator
+from ..._dispatch import REFUSED, LazyTriton, Operator
 from . import native, reference
 
 
@@ -55,7 +55,7 @@ _operator = Operator(
     "gate",
     "(Tensor? hidden, Tensor? entropy, Tensor? logits, Tensor? thresholds, Tensor? w1, Tensor? b1, Tensor? w2, "
     'Tensor? b2, str kind, float threshold, int vocab_size, float eps, *, str backend="auto") -> (Tensor, Tensor)',
-    {"reference": reference.gate, "native": native.gate},
+    {"reference": reference.gate, "native": native.gate, "triton": LazyTriton("gate")},
     _fake,
 )
 
@@ -124,7 +124,7 @@ def gate(
         weights: :class:`GateWeights`, kind ``"learned"`` only; their dtype need not be ``hidden``'s.
         vocab_size: columns of ``logits`` in use, by default all; columns past it are never read.
         eps: added to the mean square in ``rms_norm``.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
 
     Returns:
         :class:`GateDecision` ``(score fp32 [B], open bool [B])``.

@@ -6,7 +6,7 @@ import torch
 
 from ... import tree
 from ..._checks import check_tensor, refuse
-from ..._dispatch import REFUSED, Operator
+from ..._dispatch import REFUSED, LazyTriton, Operator
 from . import native, reference
 
 
@@ -18,7 +18,7 @@ def _fake(parents: torch.Tensor, *, num_nodes: torch.Tensor | None = None, backe
 _operator = Operator(
     "tree_mask",
     '(Tensor parents, *, Tensor? num_nodes=None, str backend="auto") -> Tensor',
-    {"reference": reference.tree_mask, "native": native.tree_mask},
+    {"reference": reference.tree_mask, "native": native.tree_mask, "triton": LazyTriton("tree_mask")},
     _fake,
 )
 
@@ -33,7 +33,7 @@ def tree_mask(parents: torch.Tensor, *, num_nodes: torch.Tensor | None = None, b
         parents: int32 ``[N]`` or ``[B, N]``; ``parents[0] = -1`` and ``0 <= parents[i] < i`` for every other node.
         num_nodes: int32 ``[B]``, nodes in use per row, each in ``[1, N]``; only with ``[B, N]`` parents. Entries of
             ``parents`` past it are not read, and their rows of the mask are zero.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
 
     Returns:
         int32 ``[N, W]`` or ``[B, N, W]`` with ``W = ceil(N / 32)``.
