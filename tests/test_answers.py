@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -205,6 +206,27 @@ def test_turns_that_never_end_leave_no_sequence(model, tmp_path):
     shard = read_shard(path)
     assert len(shard["answer_start"]) == 0
     assert shard["offsets"].tolist() == [0]
+
+
+def test_a_text_that_only_repeats_itself_is_cut(model):
+    with torch.no_grad():
+        stuck = copy.deepcopy(model)
+        stuck.lm_head.weight.zero_()
+        stuck.lm_head.weight[7] = stuck.model.norm.weight.sign()  # token 7 wherever the states' sum is positive
+        stuck.lm_head.weight[8] = -stuck.lm_head.weight[7]
+    free, cut = (Request([1, 2, 3], 40, max_repeated=limit) for limit in (0, 9))
+    for number, request in enumerate((free, cut)):
+        pool = Pool(Adapter(stuck), num_rows=1, capacity=64)
+        pool.add(number, request)
+        ((_, made),) = pool.run()
+        tokens = made.tokens
+        if request is free:
+            whole = tokens
+            assert len(whole) == 40
+    assert len(tokens) < 40
+    assert tokens == whole[: len(tokens)]
+    period = next(p for p in range(1, 40) if tokens[-9:] == tokens[-9 - p : -p])
+    assert tokens[-9:] == tokens[-9 - period : -period]
 
 
 def test_the_pool_refuses_what_no_row_can_hold(model):

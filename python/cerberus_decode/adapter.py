@@ -18,6 +18,7 @@ import cerberus_kernels as ck
 from cerberus_kernels._checks import refuse
 
 from .cache import KVCache
+from .drafting import DraftTree
 from .layout import TreeLayout
 
 ATTENTION_NAME = "cerberus_tree"
@@ -161,7 +162,11 @@ class Adapter:
         return KVCache(self.num_layers, batch, capacity, self.num_kv_heads, self.head_dim, self.dtype, self.device)
 
     def forward(
-        self, tokens: torch.Tensor, layout: TreeLayout, cache: KVCache, valid: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        layout: TreeLayout | DraftTree,
+        cache: KVCache,
+        valid: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over the nodes of a tree; their keys and values end up behind the committed slots.
 

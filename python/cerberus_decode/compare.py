@@ -16,7 +16,7 @@ from cerberus_kernels import Tree
 from .layout import TreeLayout
 from .metrics import Metrics
 
-METHODS = ("ar", "medusa", "cerberus", "cerberus_gated")
+METHODS = ("ar", "lookup", "medusa", "cerberus", "cerberus_gated", "cerberus_cost", "cerberus_hybrid")
 BASELINE = "ar"
 ALL = "all"
 

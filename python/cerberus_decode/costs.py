@@ -48,6 +48,8 @@ class CostTable:
 
     def forward(self, num_nodes: int) -> float:
         """Seconds for a tree of ``num_nodes``, linear between measured sizes and beyond the largest."""
+        if num_nodes in self.forward_s:
+            return self.forward_s[num_nodes]
         sizes = sorted(self.forward_s)
         if len(sizes) == 1 or num_nodes <= sizes[0]:
             return self.forward_s[sizes[0]]
@@ -55,6 +57,10 @@ class CostTable:
         low, high = sizes[above - 1], sizes[above]
         share = (num_nodes - low) / (high - low)
         return self.forward_s[low] + share * (self.forward_s[high] - self.forward_s[low])
+
+    def up_to(self, num_drafts: int) -> CostTable:
+        """The same table with an entry for every tree of at most ``num_drafts`` drafts, quick to look up."""
+        return CostTable({nodes: self.forward(nodes) for nodes in range(1, num_drafts + 2)}, self.draft_s)
 
     def step(self, num_drafts: int) -> float:
         """Seconds of a step with ``num_drafts`` drafts; 0 is a plain step, which runs no heads."""
@@ -69,29 +75,33 @@ def cost_table(adapter: Adapter, heads: Any = None, report: Callable[[str], None
         heads: bound draft heads, whose time is then part of the table.
         report: called with one line when a measurement begins.
     """
-    path = cache_dir() / "costs" / f"{_key(adapter, heads)}.json"
-    try:
-        stored = json.loads(path.read_text())
-        return CostTable({int(nodes): s for nodes, s in stored["forward_s"].items()}, stored["draft_s"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        report("measuring the cost of a step by tree size (once)")
-    table = measure_costs(adapter, heads)
-    _store(path, {"forward_s": table.forward_s, "draft_s": table.draft_s})
-    return table
+
+    def known(facts: list[Any], measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        path = cache_dir() / "costs" / f"{_key(adapter, facts)}.json"
+        try:
+            return {name: float(seconds) for name, seconds in json.loads(path.read_text()).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            report("measuring the cost of a step by tree size (once)")
+        measured = measure()
+        _store(path, measured)
+        return measured
+
+    forward = known([], lambda: {str(nodes): s for nodes, s in measure_forward(adapter).items()})
+    drafting = 0.0
+    if heads is not None:
+        drafting = known([str(heads.config)], lambda: {"draft": measure_drafting(adapter, heads)})["draft"]
+    return CostTable({int(nodes): seconds for nodes, seconds in forward.items()}, drafting)
 
 
 @torch.inference_mode()
-def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
+def measure_forward(adapter: Adapter) -> dict[int, float]:
     """Least seconds of a step by number of nodes over several rounds, sizes in turn within each.
 
     The least of several is what the work itself takes; whatever else runs on the machine only adds to it.
     """
-    prompt = torch.arange(PREFIX_TOKENS, device=adapter.device).remainder(adapter.vocab_size).unsqueeze(0)
-    cache = adapter.new_cache(PREFIX_TOKENS + max(NODE_COUNTS))
-    hidden, _ = adapter.prefill(prompt, cache)
+    prompt, cache, _ = _begun(adapter)
     layouts = {nodes: TreeLayout(_two_deep(nodes), adapter.device) for nodes in NODE_COUNTS}
     times: dict[int, list[float]] = {nodes: [] for nodes in NODE_COUNTS}
-    draft_times = []
     for measured in range(-1, ROUNDS):
         for nodes, layout in layouts.items():
             tokens = prompt[:, :nodes].to(torch.int32)
@@ -99,13 +109,30 @@ def measure_costs(adapter: Adapter, heads: Any = None) -> CostTable:
             cache.set_length(PREFIX_TOKENS)
             if measured >= 0:
                 times[nodes].append(seconds)
-        if heads is not None:
-            root = prompt[:, 0].to(torch.int32)
-            state = DraftState(heads, PREFIX_TOKENS)
-            state.observe(hidden[:, -1:], root.unsqueeze(1))
-            draft_times.append(_timed(state.propose, adapter.device))
-    least = {nodes: min(values) for nodes, values in times.items()}
-    return CostTable(least, min(draft_times[1:], default=0.0))
+    return {nodes: min(values) for nodes, values in times.items()}
+
+
+@torch.inference_mode()
+def measure_drafting(adapter: Adapter, heads: Any) -> float:
+    """Least seconds of the heads' proposal after a step that kept two tokens; every round follows a forward pass."""
+    prompt, cache, hidden = _begun(adapter)
+    layout, tokens = TreeLayout(_two_deep(8), adapter.device), prompt[:, :8].to(torch.int32)
+    times = []
+    for _ in range(1 + ROUNDS):
+        _step(adapter, tokens, layout, cache)
+        cache.set_length(PREFIX_TOKENS)
+        state = DraftState(heads, PREFIX_TOKENS)
+        state.observe(hidden.expand(1, 2, -1), tokens[:, :2])
+        times.append(_timed(state.propose, adapter.device))
+    return min(times[1:])
+
+
+def _begun(adapter: Adapter) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """A prompt, its cache and the last hidden state ``[1, 1, H]``."""
+    prompt = torch.arange(PREFIX_TOKENS, device=adapter.device).remainder(adapter.vocab_size).unsqueeze(0)
+    cache = adapter.new_cache(PREFIX_TOKENS + max(NODE_COUNTS))
+    hidden, _ = adapter.prefill(prompt, cache)
+    return prompt, cache, hidden
 
 
 def _step(adapter: Adapter, tokens: torch.Tensor, layout: TreeLayout, cache: Any) -> None:
@@ -130,14 +157,14 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _key(adapter: Adapter, heads: Any) -> str:
-    """Name of everything the costs depend on: machine, threads, software, model, dtype, heads."""
+def _key(adapter: Adapter, more: list[Any]) -> str:
+    """Name of everything the costs depend on: machine, threads, software, model, dtype, and what is named besides."""
     model = adapter.model
     device = torch.cuda.get_device_name(adapter.device) if adapter.device.type == "cuda" else _processor()
     layers = sorted({type(module).__name__ for module in model.modules()})
     facts = [
         device, torch.get_num_threads(), torch.__version__, ck.__version__, str(adapter.dtype), type(model).__name__,
-        layers, model.config.to_json_string(), None if heads is None else str(heads.config),
+        layers, model.config.to_json_string(), *more,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 

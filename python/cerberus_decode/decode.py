@@ -15,7 +15,10 @@ from cerberus_kernels._checks import refuse
 
 from .adapter import Adapter
 from .cache import KVCache
+from .context import ContextMatcher
+from .cost_tree import CostTree, Limits
 from .costs import CostTable, cost_table
+from .drafting import DraftTree
 from .heads import DraftState
 from .layout import LayoutCache, TreeLayout
 from .metrics import Metrics
@@ -174,12 +177,19 @@ class Decoder:
             pass
         return generation.result()
 
+    @property
+    def uses_context(self) -> bool:
+        """Whether drafts come from the text so far too."""
+        return isinstance(self.policy, CostTree) and self.policy.context
+
     def layout(self, num_drafts: int, max_depth: int) -> TreeLayout:
         """The policy's tree cut to a number of drafts and a depth."""
         return self._layouts.layout(self.policy.choices, num_drafts, max_depth)
 
     def _check_policy(self) -> None:
         choices = self.policy.choices
+        if isinstance(self.policy, CostTree) and self.heads is None and not self.policy.context:
+            refuse("Decoder", "heads", "given for CostTree without context", None)
         if not choices:
             return
         if self.heads is None:
@@ -214,6 +224,7 @@ class Generation:
             self.finish_reason = self._limit_reason
         self.cache: KVCache = self._adapter.new_cache(self._capacity())
         self._drafts = DraftState(decoder.heads, self.cache.capacity)
+        self._matcher = ContextMatcher() if decoder.uses_context else None
         self._root: torch.Tensor  # int32 [B], newest token
         self._hidden: torch.Tensor  # [B, H], last hidden state of the last accepted node
         self._entropy: torch.Tensor  # fp32 [B], nats, of the distribution there
@@ -247,7 +258,7 @@ class Generation:
     def _capacity(self) -> int:
         if self._options.capacity is not None:
             return self._options.capacity
-        return self._prompt.shape[1] + self._limit + len(self._decoder.policy.choices)
+        return self._prompt.shape[1] + self._limit + self._decoder.policy.max_drafts
 
     def _prefill_step(self) -> Step:
         clock = _Clock(self._adapter.device)
@@ -256,12 +267,14 @@ class Generation:
         self.metrics.forward_s = self.metrics.prefill_s = clock.lap()
         root_only = self._decoder.layout(0, 0)
         last = self._prompt[:, -1:].to(torch.int32)
-        verdict = self._verify(logits, last, root_only)
+        verdict = self._verify(logits, root_only.with_tokens(last))
         self._entropy = verdict.entropy
         self._hidden = hidden[:, -1]
         self._root = verdict.tokens[:, 0]
         following = torch.cat([self._prompt[:, 1:].to(torch.int32), verdict.tokens[:, :1]], dim=1)
         self._drafts.observe(hidden, following[:, -hidden.shape[1] :])
+        if self._matcher is not None:
+            self._matcher.extend([*self._prompt[0].tolist(), int(self._root)])
         emitted = verdict.tokens[0, :1].tolist()
         self.metrics.flagged_steps += int(verdict.status.any())
         self.metrics.verify_s += clock.lap()
@@ -271,11 +284,11 @@ class Generation:
 
     def _tree_step(self) -> Step:
         clock, metrics = _Clock(self._adapter.device), self.metrics
-        layout, tokens = self._draft()
+        tree = self._draft()
         metrics.draft_s += clock.lap()
-        hidden, logits = self._adapter.forward(tokens, layout, self.cache)
+        hidden, logits = self._adapter.forward(tree.tokens, tree, self.cache)
         metrics.forward_s += clock.lap()
-        verdict = self._verify(logits, tokens, layout)
+        verdict = self._verify(logits, tree)
         metrics.verify_s += clock.lap()
         before = self.cache.lengths[0]
         (accepted,) = self.cache.commit(verdict.path, verdict.num_accepted)
@@ -286,35 +299,47 @@ class Generation:
         self._entropy = verdict.entropy
         self._root = verdict.tokens[:, accepted]
         metrics.flagged_steps += int(verdict.status.any())
-        step = self._emit(verdict.tokens[0, : accepted + 1].tolist(), layout.num_nodes - 1)
+        emitted = verdict.tokens[0, : accepted + 1].tolist()
+        if self._matcher is not None:
+            self._matcher.extend(emitted)
+        step = self._emit(emitted, tree.num_nodes - 1)
         if len(step.tokens) <= accepted:
             self.cache.set_length(before + len(step.tokens))
         metrics.total_s += clock.total()
         return step
 
-    def _draft(self) -> tuple[TreeLayout, torch.Tensor]:
-        """Ask the policy, run the heads if it drafts, and lay their candidates out as a tree."""
-        decoder = self._decoder
-        depth_room = self._limit - len(self.tokens) - 1
-        slot_room = self.cache.free_slots - 1
-        num_drafts = 0
-        if depth_room > 0 and slot_room > 0:
+    def _draft(self) -> DraftTree:
+        """The policy's tree for this step; its root alone where it drafts nothing or there is no room."""
+        policy, decoder = self._decoder.policy, self._decoder
+        limits = Limits(self._limit - len(self.tokens) - 1, self.cache.free_slots - 1)
+        tree = None
+        if min(limits.depth, limits.drafts) > 0:
             self.metrics.gated_steps += 1
-            num_drafts = min(decoder.policy.num_drafts(self._hidden, self._entropy), slot_room)
-        layout = decoder.layout(num_drafts, depth_room)
-        if layout.num_nodes == 1:
-            return layout, self._root.unsqueeze(1)
+            if isinstance(policy, CostTree):
+                entropy = float(self._entropy)
+                tree = policy.tree(self._drafts, self._matcher, int(self._root), entropy, limits)
+            else:
+                num_drafts = min(policy.num_drafts(self._hidden, self._entropy), limits.drafts)
+                tree = self._fixed_tree(decoder.layout(num_drafts, limits.depth))
+        if tree is None:
+            return decoder.layout(0, 0).with_tokens(self._root.unsqueeze(1))
         self.metrics.open_steps += 1
-        candidates, _ = self._drafts.propose(layout.num_candidates)
-        return layout, layout.draft_tokens(self._root, candidates)
+        return tree
 
-    def _verify(self, logits: torch.Tensor, tokens: torch.Tensor, layout: TreeLayout) -> Any:
+    def _fixed_tree(self, layout: TreeLayout) -> DraftTree | None:
+        """The heads' candidates laid out as a tree."""
+        if layout.num_nodes == 1:
+            return None
+        candidates, _ = self._drafts.propose(layout.num_candidates)
+        return layout.with_tokens(layout.draft_tokens(self._root, candidates))
+
+    def _verify(self, logits: torch.Tensor, tree: DraftTree) -> Any:
         return ck.verify_tree(
             logits,
-            tokens,
-            layout.parents,
+            tree.tokens,
+            tree.parents,
             vocab_size=self._adapter.vocab_size,
-            max_depth=layout.max_depth,
+            max_depth=tree.max_depth,
             position=self.metrics.prompt_tokens + len(self.tokens),
             **self._verify_arguments,
         )

@@ -56,6 +56,8 @@ class HeadsConfig:
         gate: calibration of the entropy gate, see :mod:`cerberus_decode.policy`.
         training: how the heads were trained, for the record.
         sequence: sizes of the sequence layer in front of the heads, or None.
+        calibration: ``[K][2]``, offset and factor that turn each head's log-probabilities into those of acceptance,
+            given that the drafts before were accepted; empty without one.
     """
 
     kind: str
@@ -75,6 +77,7 @@ class HeadsConfig:
     gate: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     sequence: SequenceConfig | None = None
+    calibration: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -112,7 +115,7 @@ class HeadsConfig:
         }
         if needed - set(values):
             raise HeadsMismatch(f"heads: {CONFIG_NAME} must hold {sorted(needed - set(values))}, got none of them")
-        for name in ("tree", "accuracy"):
+        for name in ("tree", "accuracy", "calibration"):
             values[name] = tuple(tuple(row) for row in values.get(name, ()))
         values["tree_gains"] = tuple(values.get("tree_gains", ()))
         if values.get("sequence"):
@@ -289,6 +292,11 @@ class DraftState:
         self._cache: KVCache | None = sequence.new_cache(capacity) if sequence else None
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._newest: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether anything can be proposed."""
+        return self._heads is not None
 
     @property
     def needs_all_positions(self) -> bool:

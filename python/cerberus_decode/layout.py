@@ -8,6 +8,8 @@ import torch
 
 import cerberus_kernels as ck
 
+from .drafting import DraftTree
+
 Choice = tuple[int, ...]
 
 
@@ -43,6 +45,10 @@ class TreeLayout:
         self.depths = tree.depths.to(device, torch.int64)
         slots = tree.slots[1:].to(torch.int64)
         self._candidate_index = (slots[:, 0] * self.num_candidates + slots[:, 1]).to(device)
+
+    def with_tokens(self, tokens: torch.Tensor) -> DraftTree:
+        """The tree of int32 ``tokens`` ``[B, N]``."""
+        return DraftTree(tokens, self.parents, self.mask, self.depths, self.max_depth)
 
     def draft_tokens(self, root: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """Token of every node.

@@ -25,6 +25,11 @@ class Policy:
 
     choices: tuple[Choice, ...] = ()
 
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of the largest tree that it may ask for."""
+        return len(self.choices)
+
     def resolve(self, heads_config: Any, costs: Callable[[], CostTable]) -> Policy:
         """The same policy with everything filled in that depends on the heads and on this machine.
 

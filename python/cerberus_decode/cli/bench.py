@@ -87,7 +87,7 @@ def bench(
 
     from ..compare import BASELINE, differences, rows
 
-    num_rows = 1 + max(len(decoder.policy.choices) for decoder in session.decoders.values())
+    num_rows = 1 + max(decoder.policy.max_drafts for decoder in session.decoders.values())
     found = differences(session.adapter, outcomes, encoded, num_rows) if BASELINE in names else []
     table = rows(outcomes, found)
     if json_file is not None:
@@ -96,8 +96,8 @@ def bench(
         partial.rename(json_file)
     show(table, found, [prompt.identity for prompt in chosen], dtype)
     setting = f"{session.base.name}, {dtype}, {torch.get_num_threads()} threads, linear layers: {session.packing}"
-    trees = [f"{name} {len(decoder.policy.choices)}" for name, decoder in session.decoders.items() if name != "ar"]
-    print("\n".join([setting, *([f"drafts in a tree: {', '.join(trees)}"] if trees else [])]))
+    trees = [f"{name} {decoder.policy.max_drafts}" for name, decoder in session.decoders.items() if name != "ar"]
+    print("\n".join([setting, *([f"drafts in a tree at most: {', '.join(trees)}"] if trees else [])]))
 
 
 def run_all(session: Session, encoded: list[tuple[str, list[int]]], max_new_tokens: int, report: Any) -> list[Outcome]:

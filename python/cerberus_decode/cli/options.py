@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("ar", "medusa", "cerberus", "cerberus_gated")
+METHODS = ("ar", "lookup", "medusa", "cerberus", "cerberus_gated", "cerberus_cost", "cerberus_hybrid")
 
 # What each option takes, in words; the one line of a refusal is made from it.
 ACCEPTS: dict[str, str] = {}

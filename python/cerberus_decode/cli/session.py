@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from ..heads import DraftHeads
     from ..models import LoadedModel
 
-HEADS_OF_METHOD = {"ar": None, "medusa": "medusa", "cerberus": "cerberus", "cerberus_gated": "cerberus"}
+HEADS_OF_METHOD = {
+    "ar": None,
+    "lookup": None,
+    "medusa": "medusa",
+    "cerberus": "cerberus",
+    "cerberus_gated": "cerberus",
+    "cerberus_cost": "cerberus",
+    "cerberus_hybrid": "cerberus",
+}
+USES_CONTEXT = {"lookup": True, "cerberus_cost": False, "cerberus_hybrid": True}
 
 
 @contextmanager
@@ -86,13 +95,19 @@ class Session:
         self.decoders = {method: self._decoder(method, tree_size, gate_threshold) for method in methods}
 
     def _decoder(self, method: str, tree_size: int | str, gate_threshold: float | None) -> Decoder:
+        from ..cost_tree import CostTree
         from ..decode import Decoder
         from ..policy import AutoRegressive, FixedTree, Gated
 
         kind = HEADS_OF_METHOD[method]
-        if kind is None:
+        heads = self._heads[kind] if kind else None
+        if method == "ar":
             return Decoder(self.adapter, policy=AutoRegressive())
-        policy: Any = FixedTree(size=tree_size)  # type: ignore[arg-type]  # the only word its parser lets through is auto
+        if method in USES_CONTEXT:
+            size = 48 if tree_size == "auto" else int(tree_size)
+            return Decoder(self.adapter, heads=heads, policy=CostTree(size, context=USES_CONTEXT[method]))
+        tree = FixedTree(size=tree_size)  # type: ignore[arg-type]  # the only word its parser lets through is auto
         if method == "cerberus_gated":
-            policy = Gated(policy, threshold="auto" if gate_threshold is None else gate_threshold)
-        return Decoder(self.adapter, heads=self._heads[kind], policy=policy)
+            gated = Gated(tree, threshold="auto" if gate_threshold is None else gate_threshold)
+            return Decoder(self.adapter, heads=heads, policy=gated)
+        return Decoder(self.adapter, heads=heads, policy=tree)

@@ -63,9 +63,7 @@ def train(
         float,
         options.number("--soft-weight", float, 0.0, 1.0, "Share of the loss on the base model's own distribution."),
     ] = 0.5,
-    learning_rate: Annotated[
-        float, options.number("--learning-rate", float, 1e-8, 1.0, "Peak learning rate of AdamW.")
-    ] = 1e-3,
+    learning_rate: Annotated[float, options.number("--learning-rate", float, 1e-8, 1.0, "Peak learning rate.")] = 3e-3,
     tokens_per_step: Annotated[
         int, options.number("--tokens-per-step", int, 16, 1_000_000, "Positions in an optimiser step.")
     ] = 1024,

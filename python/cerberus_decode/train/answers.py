@@ -74,6 +74,8 @@ class AnswerOptions:
         mix: pairs of an answer's temperature (0 is greedy) and the share of conversations that get it.
         top_p: nucleus of every sampled token.
         max_answer_tokens: longest answer; longer ones are cut.
+        max_repeated: a text that has repeated its last few dozen tokens for so long is cut; small models loop, and a
+            heads' training learns a loop's beginning as well as all of it. 0 lets it loop.
         openings: sorts of user turns.
         second_turns: share of conversations that go on after an answer that ended.
         system: system prompt; None leaves it to the chat template.
@@ -84,6 +86,7 @@ class AnswerOptions:
     mix: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.7, 0.2), (1.0, 0.2))
     top_p: float = 0.95
     max_answer_tokens: int = 256
+    max_repeated: int = 32
     openings: tuple[Opening, ...] = OPENINGS
     second_turns: float = 0.1
     system: str | None = None
@@ -224,7 +227,9 @@ class AnswerWriter:
             key = key if key is not None else text_key(self.tokenizer.decode(turn))
             prompt = before + turn + frame.after
             seed = draw.getrandbits(62)
-            answer = yield Request(prompt, options.max_answer_tokens, temperature, options.top_p, seed, True)
+            answer = yield Request(
+                prompt, options.max_answer_tokens, temperature, options.top_p, seed, True, options.max_repeated
+            )
             assert answer.hidden is not None
             sequences.append(Sequence(prompt + answer.tokens, len(prompt), temperature, answer.hidden, number, key))
             goes_on = len(sequences) == 1 and draw.random() < options.second_turns
@@ -238,7 +243,9 @@ class AnswerWriter:
         opening = draw.choices(options.openings, [opening.weight for opening in options.openings])[0]
         text, seed = draw.choice(opening.texts), draw.getrandbits(62)
         begun = self.tokenizer.encode(text, add_special_tokens=False) if text else []
-        made = yield Request(before + begun, opening.max_tokens, opening.temperature, options.top_p, seed)
+        made = yield Request(
+            before + begun, opening.max_tokens, opening.temperature, options.top_p, seed, False, options.max_repeated
+        )
         if not made.ended and not opening.may_be_cut:
             return []
         turn = begun + (made.tokens[:-1] if made.ended else made.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 import cerberus_kernels as ck
 
+from ..drafting import MOST_CERTAIN
 from .shards import read_shard, repeated
 from .trainer import IGNORED, Trainer, chosen_sequences, make_batch
 
@@ -94,6 +96,40 @@ def accepted_drafts(found: HeldOut, choices: list[tuple[int, ...]]) -> torch.Ten
             depth += 1
         accepted.append(depth)
     return torch.tensor(accepted)
+
+
+def calibrate(found: HeldOut) -> tuple[tuple[float, float], ...]:
+    """Offset and factor per head that turn its log-probabilities into those of acceptance.
+
+    A node is judged only where the drafts before it were accepted, and there later heads are right more often than
+    they think. Fitted by maximum likelihood over the candidates of the positions where all earlier heads have the
+    right token among theirs.
+    """
+    table = []
+    kept = found.whole.clone()
+    for head in range(found.ranks.shape[1]):
+        rank = found.ranks[kept, head]
+        log_probs = found.log_probs[kept, head]  # [T, k]
+        hits = rank.unsqueeze(1) == torch.arange(log_probs.shape[1])
+        table.append(_fit(log_probs.double(), hits) if hits.any() else (0.0, 1.0))
+        kept &= found.ranks[:, head] >= 0
+    return tuple(table)
+
+
+def _fit(log_probs: torch.Tensor, hits: torch.Tensor) -> tuple[float, float]:
+    line = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([line], max_iter=50, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        likely = (line[0] + line[1] * log_probs).clamp_max(math.log(MOST_CERTAIN))
+        value = -likely.where(hits, torch.log1p(-likely.exp())).sum(-1).mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    offset, factor = line.detach().tolist()
+    return round(offset, 4), round(factor, 4)
 
 
 def gate_calibration(found: HeldOut, choices: list[tuple[int, ...]]) -> dict[str, Any]:

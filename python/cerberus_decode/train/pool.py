@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 import cerberus_kernels as ck
@@ -18,6 +19,8 @@ from cerberus_kernels._checks import refuse
 
 from ..adapter import Adapter
 from ..layout import LayoutCache
+
+LONGEST_PERIOD = 64
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Request:
         top_p: nucleus of sampled tokens.
         seed: of the noise; up to rounding, the text depends on the request alone and not on what else runs.
         keep_hidden: whether the hidden states are wanted.
+        max_repeated: tokens of a text that only repeats its last :data:`LONGEST_PERIOD` or fewer, after which it is
+            given up; 0 for no such limit.
     """
 
     prompt: list[int]
@@ -39,6 +44,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     keep_hidden: bool = False
+    max_repeated: int = 0
 
 
 @dataclass
@@ -49,11 +55,20 @@ class Continuation:
         tokens: new token ids, the end token included if one was reached.
         ended: whether an end token was reached.
         hidden: bfloat16 ``[prompt + new - 1, H]``, the LM head's input at every token but the last; None if unwanted.
+        repeated: for every period, how many of the newest tokens equal the one that many places before.
     """
 
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     hidden: torch.Tensor | None = None
+    repeated: np.ndarray = field(default_factory=lambda: np.zeros(LONGEST_PERIOD, dtype=np.int64))
+
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        before = np.array(self.tokens[: -LONGEST_PERIOD - 1 : -1])  # newest first
+        self.repeated[: len(before)] += 1
+        self.repeated[: len(before)][before != token] = 0
+        self.tokens.append(token)
 
 
 class Pool:
@@ -184,10 +199,11 @@ class Pool:
             running = self._running[row]
             assert running is not None
             key, request, made = running
-            made.tokens.append(token)
+            made.add(token)
             made.ended = token in self._ends
             self._roots[row] = token
-            if made.ended or len(made.tokens) == request.max_new_tokens:
+            loops = 0 < request.max_repeated <= made.repeated.max()
+            if made.ended or loops or len(made.tokens) == request.max_new_tokens:
                 if request.keep_hidden:
                     self._hidden[row] = [torch.cat(self._hidden[row])]
                     made.hidden = self._hidden[row][0].to(torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 
 from ..heads import DraftHeads, HeadsConfig, fingerprint
 from ..sequence_layer import SequenceConfig
-from .evaluate import accuracy_table, best_tree, gate_calibration, held_out_ranks
+from .evaluate import accuracy_table, best_tree, calibrate, gate_calibration, held_out_ranks
 from .shards import Shard, read_columns, read_shard
 from .trainer import Progress, Trainer, TrainOptions, train
 
@@ -160,6 +160,7 @@ def evaluated(trainer: Trainer, vocab_weight: torch.Tensor, shards: list[Path]) 
         tree_gains=tuple(gains),
         accuracy=accuracy_table(found, config.num_candidates),
         gate=gate_calibration(found, choices),
+        calibration=calibrate(found),
         training={**training, "held_out_positions": int(found.whole.sum()), "shards": len(shards)},
     )
     return DraftHeads(measured, heads.weight, heads.bias, heads.token_map, heads.sequence_weights)

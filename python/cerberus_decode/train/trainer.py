@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ import cerberus_kernels as ck
 from cerberus_kernels._checks import refuse
 
 from ..heads import DraftHeads, HeadsConfig
+from .muon import Muon
 from .sequence import SequenceLayer
 from .shards import Shard, is_held_out, read_columns, read_shard, repeated
 
@@ -36,7 +38,8 @@ class TrainOptions:
     Attributes:
         epochs: passes over the shards.
         tokens_per_step: positions per optimiser step, reached with whole sequences.
-        learning_rate: AdamW's peak rate; it rises linearly, then falls to a tenth along a cosine.
+        learning_rate: peak rate of Muon for the matrices, and a third of it of AdamW for the vectors; it rises
+            linearly, then falls to a tenth along a cosine.
         soft_weight: share of the loss on the base model's distribution, the rest is on the token itself.
         head_decay: weight of head i's loss is ``head_decay ** (i - 1)``.
         seed: order of shards and sequences.
@@ -45,7 +48,7 @@ class TrainOptions:
 
     epochs: int = 1
     tokens_per_step: int = 1024
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     soft_weight: float = 0.5
     head_decay: float = 0.9
     seed: int = 0
@@ -198,8 +201,12 @@ class Trainer:
         self.bias = torch.zeros(config.weight_shape[:3], requires_grad=True)
         torch.manual_seed(options.seed)
         self.sequence = SequenceLayer(config.sequence) if config.sequence else None
-        parameters = [self.weight, self.bias, *(self.sequence.parameters() if self.sequence else ())]
-        self.optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0)
+        parameters: list[Any] = [self.weight, *(self.sequence.parameters() if self.sequence else ())]
+        vectors = [self.bias, *(parameter for parameter in parameters if parameter.ndim == 1)]
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "muon": Muon([parameter for parameter in parameters if parameter.ndim > 1]),
+            "adamw": torch.optim.AdamW(vectors, weight_decay=0.0),
+        }
         self.head_weights = options.head_decay ** torch.arange(config.num_heads)
         self.step = 0
 
@@ -215,8 +222,10 @@ class Trainer:
 
     def learn(self, batch: Batch, total_steps: int) -> tuple[float, torch.Tensor, torch.Tensor]:
         """One optimiser step; returns the loss, and per head how many targets were its best candidate, of how many."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.options.learning_rate * rate_factor(self.step, total_steps)
+        rate = self.options.learning_rate * rate_factor(self.step, total_steps)
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate if name == "muon" else rate / 3
         soft = self.options.soft_weight > 0
         loss, correct, counted = ck.head_loss(
             self.states(batch),
@@ -228,16 +237,19 @@ class Trainer:
             soft_weight=self.options.soft_weight,
             return_correct=True,
         )
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
         self.step += 1
         return loss.item(), correct, counted
 
     def save(self, path: Path) -> None:
         """Write a checkpoint that :meth:`restore` continues from; it appears whole or not at all."""
         partial = path.with_suffix(".partial")
-        state = {"weight": self.weight.detach(), "bias": self.bias.detach(), "optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {"weight": self.weight.detach(), "bias": self.bias.detach()}
+        state["optimizers"] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         state["sequence"] = self.sequence.state_dict() if self.sequence else {}
         torch.save({**state, "step": self.step, "identity": self.identity()}, partial)
         partial.rename(path)
@@ -252,7 +264,8 @@ class Trainer:
             self.bias.copy_(state["bias"])
         if self.sequence:
             self.sequence.load_state_dict(state["sequence"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
         self.step = state["step"]
 
     def identity(self) -> str:
