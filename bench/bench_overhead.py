@@ -34,6 +34,7 @@ def problems() -> dict[str, tuple]:
         "head_topk": (hidden, vocab_weight, 2),
         "head_loss": (normal(2, 1, WIDTH), vocab_weight, torch.tensor([[1], [2]])),
         "gate": (hidden, {"entropy": torch.tensor([1.0]), "threshold": 2.0}),
+        "grow_tree": (normal(1, 2, 3).log_softmax(-1).sort(descending=True).values, 4),
         "verify_tree": (normal(1, NODES, VOCAB), torch.tensor([[1, 2]]), parents),
         "commit_kv": (cache[None], cache[None].clone(), int32([[0, 1]]), lens, lens),
         "packed_linear": (hidden, ck.pack_linear(vocab_weight)),

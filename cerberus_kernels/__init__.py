@@ -8,6 +8,7 @@ from ._dispatch import BackendUnavailable
 from .ops.commit_kv import commit_kv
 from .ops.decoder_layer import DecoderWeights, decoder_layer
 from .ops.gate import GateDecision, GateWeights, gate
+from .ops.grow_tree import GrownTree, grow_tree
 from .ops.head_loss import head_loss
 from .ops.head_states import head_states
 from .ops.head_topk import Candidates, head_topk
@@ -24,6 +25,7 @@ __all__ = [
     "DecoderWeights",
     "GateDecision",
     "GateWeights",
+    "GrownTree",
     "PackedWeight",
     "Tree",
     "Verdict",
@@ -32,6 +34,7 @@ __all__ = [
     "commit_kv",
     "decoder_layer",
     "gate",
+    "grow_tree",
     "head_loss",
     "head_states",
     "head_topk",

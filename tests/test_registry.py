@@ -21,6 +21,7 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 PROMISED = {
     "commit_kv",
     "gate",
+    "grow_tree",
     "head_loss",
     "head_states",
     "head_topk",

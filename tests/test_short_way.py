@@ -66,6 +66,7 @@ def cases() -> dict[str, list[dict[str, Any]]]:
         "weights": ck.DecoderWeights(*pack, torch.ones(16), torch.ones(16), 1e-6, 1e-6),
         "cos": torch.rand(2, 5, 8), "sin": torch.rand(2, 5, 8), **{k: v for k, v in attention.items() if k != "q"},
     }  # fmt: skip
+    likely = torch.randn(2, 3, 2).log_softmax(-1).sort(descending=True).values
     return {
         "tree_mask": [{"parents": parents}, {"parents": parents.repeat(2, 1), "num_nodes": counts}],
         "tree_attention": [
@@ -76,6 +77,13 @@ def cases() -> dict[str, list[dict[str, Any]]]:
         ],
         "head_states": [{**heads, "root_embedding": torch.randn(2, 8)}, {**heads, "weight": torch.randn(1, 3, 8, 8)}],
         "head_topk": [topk, {**topk, "token_map": torch.arange(12, dtype=torch.int32)}, {**topk, "vocab_size": 10}],
+        "grow_tree": [
+            {"log_probs": likely, "budget": 5},
+            {
+                "log_probs": likely, "budget": 4, "tokens": torch.randint(8, (2, 3, 2), dtype=torch.int32),
+                "roots": int32([3, 4]), "costs": torch.tensor([1.0, 1.1, 1.2, 1.3]),
+            },
+        ],
         "gate": [
             {"hidden": None, "entropy": torch.tensor([1.0, 2.0]), "threshold": 1.5},
             {"hidden": None, "logits": logits[:, 0].contiguous(), "threshold": torch.ones(2), "vocab_size": 7},

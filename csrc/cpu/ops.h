@@ -4,6 +4,7 @@
 #include "cerberus/commit_kv.h"
 #include "cerberus/decoder_layer.h"
 #include "cerberus/gate.h"
+#include "cerberus/grow_tree.h"
 #include "cerberus/head_loss.h"
 #include "cerberus/head_states.h"
 #include "cerberus/head_topk.h"
@@ -21,6 +22,7 @@
   X(commit_kv, CommitKvArgs)           \
   X(decoder_layer, DecoderLayerArgs)   \
   X(gate, GateArgs)                    \
+  X(grow_tree, GrowTreeArgs)           \
   X(head_loss, HeadLossArgs)           \
   X(head_states, HeadStatesArgs)       \
   X(head_topk, HeadTopkArgs)           \

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import cerberus_kernels as ck
 from cerberus_kernels._checks import refuse
 
 from .context import ContextMatcher, agreement
@@ -139,29 +140,15 @@ def add_grown(found: Candidates, tokens: list[list[int]], log_probs: torch.Tenso
     """Add the ``size`` likeliest nodes of the heads' candidates.
 
     Args:
-        found: receives them.
+        found: receives them; nodes that are there keep the greater probability.
         tokens: of every head and rank.
         log_probs: fp32 ``[1, K, k]``, of acceptance.
         size: nodes.
     """
-    for path, probability in _grown(log_probs[0].tolist(), size):
-        node = -1
-        for head, rank in enumerate(path[:-1]):
-            node = found.child(node, tokens[head][rank])
-        found.add(node, tokens[len(path) - 1][path[-1]], probability)
-
-
-def _grown(log_probs, budget):
-    import heapq
-    import math
-
-    heap: Any = [(-value, (rank,)) for rank, value in enumerate(log_probs[0])]
-    heapq.heapify(heap)
-    out: Any = []
-    while heap and len(out) < budget:
-        score, path = heapq.heappop(heap)
-        out.append((path, math.exp(-score)))
-        if len(path) < len(log_probs):
-            for rank, value in enumerate(log_probs[len(path)]):
-                heapq.heappush(heap, (score - value, (*path, rank)))
-    return out
+    grown = ck.grow_tree(log_probs, size + 1)
+    parents, slots = grown.parents[0].tolist(), grown.slots[0].tolist()
+    probabilities = grown.score[0].exp().tolist()
+    nodes = [-1]
+    for index in range(1, int(grown.num_nodes)):
+        head, rank = slots[index]
+        nodes.append(found.add(nodes[parents[index]], tokens[head][rank], probabilities[index]))

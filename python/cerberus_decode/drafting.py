@@ -77,10 +77,6 @@ class Candidates:
             self.probability[node] = probability
         return node
 
-    def child(self, parent: int, token: int) -> int:
-        """Number of the node of a token below another, which must be there."""
-        return self._children[parent, token]
-
     def add_chain(self, tokens: Sequence[int], conditional: Sequence[float]) -> None:
         """Add tokens one below the other, each with its probability given that the one before it was accepted."""
         node, probability = -1, 1.0

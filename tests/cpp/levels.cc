@@ -9,6 +9,7 @@
 #include "cerberus/commit_kv.h"
 #include "cerberus/decoder_layer.h"
 #include "cerberus/gate.h"
+#include "cerberus/grow_tree.h"
 #include "cerberus/head_loss.h"
 #include "cerberus/head_states.h"
 #include "cerberus/head_topk.h"
@@ -78,6 +79,48 @@ void tree_mask_cases() {
       args.batch = batch;
       args.nodes = args.parents_stride = nodes;
       at.run([&] { cpu::tree_mask(args); });
+    }
+  }
+}
+
+void grow_tree_cases() {
+  Random random(2);
+  for (const int64_t nodes : {1, 2, 31, 33, 64, 129}) {
+    for (const int64_t batch : {0, 1, 3}) {
+      Case at("grow_tree", label("nodes", nodes, "batch", batch));
+      constexpr int64_t kHeads = 4, kRanks = 7;
+      std::vector<float> log_probs;
+      std::vector<int32_t> tokens, roots;
+      for (int64_t row = 0; row < batch * kHeads; ++row) {
+        float value = 0.0f;
+        for (int64_t rank = 0; rank < kRanks; ++rank) {
+          value -= static_cast<float>(random.below(3));  // ties too
+          log_probs.push_back(value);
+          tokens.push_back(static_cast<int32_t>(random.below(1000)));
+        }
+      }
+      for (int64_t b = 0; b < batch; ++b) roots.push_back(static_cast<int32_t>(random.below(1000)));
+      std::vector<float> costs;
+      for (int64_t node = 0; node < nodes; ++node) costs.push_back(1.0f + 0.01f * static_cast<float>(node));
+      GrowTreeArgs args{};
+      args.log_probs = at.input(log_probs);
+      args.tokens = at.input(tokens);
+      args.log_probs_batch_stride = args.tokens_batch_stride = kHeads * kRanks;
+      args.log_probs_head_stride = args.tokens_head_stride = kRanks;
+      args.roots = at.input(roots);
+      args.costs = batch == 3 ? at.input(costs) : nullptr;
+      args.batch = batch;
+      args.heads = kHeads;
+      args.ranks = kRanks;
+      args.nodes = nodes;
+      args.parents = at.output<int32_t>("parents", batch * nodes);
+      args.slots = at.output<int32_t>("slots", batch * nodes * 2);
+      args.score = at.output<float>("score", batch * nodes, Agree::f32_bits);
+      args.num_nodes = at.output<int32_t>("num_nodes", batch);
+      args.draft_tokens = at.output<int32_t>("draft_tokens", batch * nodes);
+      args.scratch = reinterpret_cast<GrowCandidate*>(
+          at.scratch(batch * (nodes + 1) * static_cast<int64_t>(sizeof(GrowCandidate))));
+      at.run([&] { cpu::grow_tree(args); });
     }
   }
 }
@@ -717,6 +760,7 @@ int main(int argc, char** argv) {
   } operators[] = {{"tree_mask", tree_mask_cases},
                    {"commit_kv", commit_kv_cases},
                    {"gate", gate_cases},
+                   {"grow_tree", grow_tree_cases},
                    {"head_states", head_states_cases},
                    {"head_topk", head_topk_cases},
                    {"head_loss", head_loss_cases},
