@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -39,9 +40,37 @@ def _deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+@functools.cache
+def _quicken_the_interpreter() -> None:
+    """Let a device function called from a kernel use what the launch has patched, instead of patching it all again.
+
+    Triton's interpreter looks through triton.language at every such call, which takes longer than what is called.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 @pytest.fixture
 def backend(request) -> str:
     """One backend's name; all of them run on this machine's CPU, triton in its interpreter."""
     if request.param == "native":
         assert _native.available(), _native.why_unavailable()
+    if request.param == "triton":
+        request.getfixturevalue("interpreter")
     return request.param
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """For a test that calls backend "triton" by its name."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _quicken_the_interpreter()

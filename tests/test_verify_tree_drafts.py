@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from verify_cases import FLOATS, assert_same, int32, log_rows, random_case
+from verify_cases import FLOATS, assert_same, int32, log_rows, random_case, some
 
 import cerberus_kernels as ck
 from cerberus_kernels.ops.verify_tree import philox
@@ -37,7 +37,7 @@ def test_acceptance_by_hand(backend):  # VER-03
     rejected = call(p, int32([[9, 0]]), [-1, 0], probs, backend, seed=above)
     assert rejected.num_accepted.tolist() == [0]
     assert rejected.tokens[0, 0] in (1, 2)  # the residual is [0, 2/3, 1/3, 0]
-    for seed in (below, above, *range(20)):
+    for seed in (below, above, *range(some(backend, 20, 2))):
         assert call(p, int32([[9, 1]]), [-1, 0], probs, backend, seed=seed).num_accepted.tolist() == [1]
 
 
@@ -51,6 +51,8 @@ def test_each_trial_has_a_coin_of_its_own(backend):
         coins = [philox.coin(seed, 6, trial) for trial in range(3)]
         accepted = [coin < chance for coin, chance in zip(coins, (0.2, 0.375, 0.2), strict=True)]
         expected = accepted.index(True) if True in accepted else 3
+        if expected in seen and seed >= some(backend, 60, 0):
+            continue
         seen.add(expected)
         verdict = call(p, drafts, parents, probs, backend, seed=seed, position=6)
         assert verdict.tokens[0, 0] == expected
@@ -80,10 +82,11 @@ def test_a_bad_row_is_no_trial(backend, bad, dtype, drafting):
     probs = torch.full((1, 4, 6), 1 / 6)
     probs[0, 2] = torch.tensor(BAD_ROWS[bad])
     probs = probs.to(dtype)
-    for seed in range(30):
+    for seed in range(some(backend, 30, 1)):
         keys = {"drafting": drafting, "seed": seed, "position": 4}
         verdict = call(p, int32([[0, 0, 3, 4]]), [-1, 0, 0, 0], probs, backend, **keys)
-        expected = call(p, int32([[0, 0, -1, 4]]), [-1, 0, 0, 0], probs, backend, **keys)
+        other = "native" if backend == "triton" else backend
+        expected = call(p, int32([[0, 0, -1, 4]]), [-1, 0, 0, 0], probs, other, **keys)
         tried = expected.path[0, 1] != 1  # an accepted first child leaves the second alone
         assert expected.status.tolist() == [0]
         assert verdict.status.tolist() == [NO_MASS if tried else 0]
@@ -103,18 +106,18 @@ def test_tokens_outside_the_vocabulary_have_no_row_to_read(backend):
 
 @pytest.mark.parametrize("drafting", SCHEMES)
 def test_rows_that_are_not_tried_may_hold_anything(backend, drafting):
-    logits, drafts = random_case(40, [-1, 0, 0, 0, 1, 1, 2, 3], 20, torch.float32, seed=3)
-    parents = [-1, 0, 0, 0, 1, 1, 2, 3]
-    probs = torch.softmax(torch.randn(40, 8, 20), -1)
-    seeds = torch.arange(40)
+    batch, parents = some(backend, 40, 8), [-1, 0, 0, 0, 1, 1, 2, 3]
+    logits, drafts = random_case(batch, parents, 20, torch.float32, seed=3)
+    probs = torch.softmax(torch.randn(batch, 8, 20), -1)
+    seeds = torch.arange(batch)
     expected = call(logits, drafts, parents, probs, backend, drafting, seed=seeds)
-    for b in range(40):
+    for b in range(batch):
         path = expected.path[b].tolist()
         for node in range(8):
             if node == 0 or parents[node] not in path or any(n in path for n in range(1, node) if siblings(n, node)):
                 probs[b, node] = (NAN, INF, -1.0)[node % 3]
     assert_same(call(logits, drafts, parents, probs, backend, drafting, seed=seeds), expected)
-    assert (expected.num_accepted >= 1).sum() > 10
+    assert (expected.num_accepted >= 1).sum() > batch // 4
 
 
 def siblings(a: int, b: int, parents=(-1, 0, 0, 0, 1, 1, 2, 3)) -> bool:
@@ -126,7 +129,7 @@ def test_duplicates_are_trials_of_independent_drafts_only(backend):
     q = torch.tensor([0.6, 0.3, 0.1])
     probs, drafts = q.expand(1, 3, 3), int32([[0, 0, 0]])
     rejected = coin_seed(0, 0.4, 0.9)  # of the first: p / q is 1/3; then nothing of token 0 is left
-    for seed in (rejected, *range(50)):
+    for seed in (rejected, *range(some(backend, 50, 2))):
         iid = call(p, drafts, [-1, 0, 0], probs, backend, "iid", seed=seed)
         assert iid.status.tolist() == [0]
         assert iid.path[0, 1] in (-1, 1)
@@ -168,9 +171,10 @@ def test_a_row_whose_mass_was_all_tried(backend):
 @pytest.mark.parametrize("drafting", SCHEMES)
 @pytest.mark.parametrize("scale", [2.0**-120, 2.0**-20, 4.0, 2.0**120])
 def test_rows_need_not_sum_to_one(backend, scale, drafting):
-    logits, drafts = random_case(20, list(T5), 33, torch.float32)
-    probs = torch.softmax(torch.randn(20, 5, 33), -1)
-    keys = {"seed": torch.arange(20), "temperature": 2.0}
+    batch = some(backend, 20, 3)
+    logits, drafts = random_case(batch, list(T5), 33, torch.float32)
+    probs = torch.softmax(torch.randn(batch, 5, 33), -1)
+    keys = {"seed": torch.arange(batch), "temperature": 2.0}
     expected = call(logits, drafts, T5, probs, backend, drafting, **keys)
     assert_same(call(logits, drafts, T5, probs * scale, backend, drafting, **keys), expected)
 
@@ -192,31 +196,34 @@ def test_sums_and_their_inverses_may_leave_single_precision(scale, drafting):
 
 @pytest.mark.parametrize("drafting", SCHEMES)
 def test_strided_expanded_and_narrow_rows(backend, drafting):
-    logits, drafts = random_case(20, list(T5), 33, torch.float32)
+    batch = some(backend, 20, 3)
+    logits, drafts = random_case(batch, list(T5), 33, torch.float32)
     row = torch.softmax(torch.randn(33), -1)
-    keys = {"drafting": drafting, "seed": torch.arange(20), "temperature": 2.0}
-    expected = call(logits, drafts, T5, row.repeat(20, 5, 1), backend, **keys)
-    assert_same(call(logits, drafts, T5, row.expand(20, 5, 33), backend, **keys), expected)
-    wide = torch.full((5, 20, 70), NAN)
+    keys = {"drafting": drafting, "seed": torch.arange(batch), "temperature": 2.0}
+    expected = call(logits, drafts, T5, row.repeat(batch, 5, 1), backend, **keys)
+    assert_same(call(logits, drafts, T5, row.expand(batch, 5, 33), backend, **keys), expected)
+    wide = torch.full((5, batch, 70), NAN)
     wide[..., 4:37] = row
     assert_same(call(logits, drafts, T5, wide.transpose(0, 1)[..., 4:40], backend, **keys), expected)
     ragged = ck.verify_tree(
-        logits.flatten(0, 1), drafts.flatten(), int32(T5 * 20), mode="rejection", draft_probs=row.expand(100, 33),
-        cu_nodes=int32(range(0, 101, 5)), max_depth=4, backend=backend, **keys,
+        logits.flatten(0, 1), drafts.flatten(), int32(T5 * batch), mode="rejection",
+        draft_probs=row.expand(5 * batch, 33), cu_nodes=int32(range(0, 5 * batch + 1, 5)), max_depth=4,
+        backend=backend, **keys,
     )  # fmt: skip
     assert_same(ragged, expected)
     for dtype in (torch.bfloat16, torch.float16):
         narrow = row.to(dtype)
-        same = call(logits, drafts, T5, narrow.float().expand(20, 5, 33), backend, **keys)
-        assert_same(call(logits, drafts, T5, narrow.expand(20, 5, 33), backend, **keys), same)
+        same = call(logits, drafts, T5, narrow.float().expand(batch, 5, 33), backend, **keys)
+        assert_same(call(logits, drafts, T5, narrow.expand(batch, 5, 33), backend, **keys), same)
 
 
 def test_draft_rows_equal_to_the_target_are_always_accepted(backend):
-    logits = torch.randn(50, 4, 100)
-    drafts, parents = torch.randint(100, (50, 4)), [-1, 0, 1, 2]
-    probs = torch.full((50, 4, 100), NAN)
+    batch = some(backend, 50, 5)
+    logits = torch.randn(batch, 4, 100)
+    drafts, parents = torch.randint(100, (batch, 4)), [-1, 0, 1, 2]
+    probs = torch.full((batch, 4, 100), NAN)
     probs[:, 1:] = torch.softmax(logits[:, :3], -1)
-    verdict = call(logits, drafts, parents, probs, backend, seed=torch.arange(50))
+    verdict = call(logits, drafts, parents, probs, backend, seed=torch.arange(batch))
     assert (verdict.num_accepted == 3).all()
 
 

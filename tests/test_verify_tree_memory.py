@@ -12,6 +12,7 @@ import torch
 from verify_cases import MODES, assert_same, int32, one_hot_rows, random_case, rule
 
 import cerberus_kernels as ck
+from cerberus_kernels.ops.verify_tree.parameters import DEFAULTS
 from cerberus_kernels.testing import T5, random_parents
 
 NAN = math.nan
@@ -140,6 +141,44 @@ def test_malformed_trees_are_refused_and_nothing_is_written(backend, parents):  
             torch.zeros(5 + count, 8), torch.zeros(5 + count, dtype=torch.int32), flat,
             cu_nodes=int32([0, 5, 5 + count]), max_depth=3, backend=backend,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_gpu_a_malformed_tree_is_its_root_and_a_status(interpreter, mode):
+    """What the launch gives where nothing may be read back to refuse it: padded, ragged, and borders that fall."""
+    triton = pytest.importorskip("cerberus_kernels.ops.verify_tree.triton")
+    trees = int32([[-1, 0, 9, 1, 2], T5, [-1, 2, 1, 0, 0], [0] * 5, [-1, -1, 0, 0, 0], T5, T5])
+    counts = int32([5, 5, 5, 5, 5, 0, 6])
+    rows, drafts = one_hot_rows([5, 9, 2, 4, 11], 12).expand(7, 5, 12) * 4, int32([[7, 3, 5, 9, 2]]).expand(7, 5)
+    keys = rule(mode, drafts, 12)
+    right = ck.verify_tree(rows[1:2], drafts[1:2], int32(T5), **rule(mode, drafts[:1], 12), backend="native")
+    root = ck.verify_tree(rows[:1], drafts[:1], int32(T5), **rule(mode, drafts[:1], 12), max_depth=0, backend="native")
+
+    def run(logits, drafts, parents, num_nodes, cu_nodes, probs):
+        batch = len(num_nodes) if cu_nodes is None else len(cu_nodes) - 1
+        shapes = ((batch, 5), (batch,), (batch, 5), (batch,), (batch,))
+        dtypes = (torch.int32, torch.int32, torch.int32, torch.float32, torch.uint8)
+        out = [torch.full(shape, 99, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        scalars = (MODES.index(mode), *DEFAULTS[1 : len(DEFAULTS) // 2])
+        rows = (None,) * len(scalars)
+        triton.unchecked_verify_tree(
+            logits, drafts, parents, num_nodes, cu_nodes, probs, 12, 4, 1, *scalars, *rows, *out
+        )  # fmt: skip
+        return ck.Verdict(*out)
+
+    def check(verdict, sound):
+        for b in range(len(sound)):
+            expected = right if sound[b] else root
+            assert verdict.tokens[b].tolist() == expected.tokens[0].tolist() + [-1] * (0 if sound[b] else 4)
+            assert verdict.path[b].tolist() == expected.path[0].tolist() + [-1] * (0 if sound[b] else 4)
+            assert int(verdict.status[b]) == (0 if sound[b] else ck.VerifyStatus.MALFORMED_TREE)
+
+    probs = keys.get("draft_probs")
+    check(run(rows, drafts, trees, counts, None, probs), [b == 1 for b in range(7)])
+    flat = (rows.flatten(0, 1), drafts.flatten(), trees.flatten())
+    ragged = None if probs is None else probs.flatten(0, 1)
+    check(run(*flat, None, int32([0, 5, 10, 15]), ragged), [False, True, False])
+    check(run(*flat, None, int32([-5, 5, 10, 8]), ragged), [False, True, False])
 
 
 def far_rows(*best: int) -> torch.Tensor:

@@ -195,9 +195,9 @@ def test_every_mode_and_form_equals_the_oracle():
 
 
 def test_bonus_has_the_distribution_of_the_passing_tokens(backend):
-    """Chi-square at a fixed seed: 4 000 draws from p restricted to the tokens above the threshold."""
+    """Chi-square at a fixed seed: up to 4 000 draws from p restricted to the tokens above the threshold."""
     probs = torch.tensor([0.38, 0.28, 0.20, 0.08, 0.06])  # the threshold is 0.0727: the last token never comes
-    draws = 4000 if backend == "native" else 500
+    draws = {"native": 4000, "reference": 500}.get(backend, 50)
     logits = probs.log().expand(draws, 1, 5)
     position = torch.arange(draws)
     verdict = ck.verify_tree(
@@ -210,7 +210,7 @@ def test_bonus_has_the_distribution_of_the_passing_tokens(backend):
     statistic = float(((counts[:4] - expected) ** 2 / expected).sum())
     assert statistic < 16.3  # 3 degrees of freedom, p = 0.001
     by_seed = ck.verify_tree(
-        logits[:200], torch.zeros(200, 1, dtype=torch.int32), int32([-1]), mode="typical", seed=position[:200],
+        logits[:50], torch.zeros(50, 1, dtype=torch.int32), int32([-1]), mode="typical", seed=position[:50],
         backend=backend,
     )  # fmt: skip
     assert len(set(by_seed.tokens.flatten().tolist())) == 4

@@ -10,6 +10,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MODES = ("greedy", "typical", "sample", "rejection")
 
 
+def some(backend: str, count: int, few: int) -> int:
+    """How many cases to go through: few under Triton's interpreter, where a request takes a tenth of a second."""
+    return few if backend == "triton" else count
+
+
 def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._checks import FLOATS, check_integer, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import LazyTriton, Operator
 from . import native, reference
 from .parameters import (
     DRAFTING_CODES,
@@ -113,7 +113,11 @@ _INPUTS = (
     + ", ".join(f"Tensor? {parameter.name}_rows=None" for parameter in PARAMETERS)
 )
 _OUTPUTS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcde", Verdict._fields, strict=True))
-_BACKENDS = {"reference": reference.verify_tree_out, "native": native.verify_tree_out}
+_BACKENDS: dict[str, Callable[..., None]] = {
+    "reference": reference.verify_tree_out,
+    "native": native.verify_tree_out,
+    "triton": LazyTriton(OP),
+}
 _operator = Operator(
     OP,
     f'({_INPUTS}, *, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
@@ -220,7 +224,7 @@ def verify_tree(
         cu_nodes: int32 ``[B + 1]``, first node of each request in ragged input, rising from 0 to at most T.
         vocab_size: columns of ``logits`` that are tokens, by default all V'; the padding past it is not read.
         max_depth: D, the most drafts to accept, >= 0; by default N - 1. Required with cu_nodes.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
         out: a Verdict of contiguous tensors to fill and return, every element of which is written.
 
     Returns:

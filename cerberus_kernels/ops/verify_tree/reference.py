@@ -6,7 +6,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -287,6 +287,12 @@ def node_ranges(logits: torch.Tensor, num_nodes: torch.Tensor | None, cu_nodes: 
     return [(b, slice(0, count)) for b, count in enumerate(counts)]
 
 
+def refuse_tree(parents: list[int], node: int, b: int) -> NoReturn:
+    """Say which node of request b breaks the encoding."""
+    constraint = "-1 for the root and lie in [0, node) for every other node"
+    refuse(OP, "parents", constraint, f"{parents[node]} for node {node} in row {b}")
+
+
 def requests_of(
     logits: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -301,8 +307,7 @@ def requests_of(
         tree = parents[nodes if parents.ndim == len(nodes) else nodes[-1]].tolist()
         bad = first_malformed_node(tree)
         if bad >= 0:
-            constraint = "-1 for the root and lie in [0, node) for every other node"
-            refuse(OP, "parents", constraint, f"{tree[bad]} for node {bad} in row {b}")
+            refuse_tree(tree, bad, b)
         rows = logits[nodes][:, :vocab_size]
         draft_rows = rows[:0] if draft_probs is None else draft_probs[nodes][:, :vocab_size]
         yield Request(rows, draft_rows, draft_tokens[nodes].tolist(), tree)
