@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..._checks import FLOATS, check_integer, check_number, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import LazyTriton, Operator
 from ...tree import mask_words
 from . import native, reference
 
@@ -22,6 +22,7 @@ _SCALE_TYPES = (float, type(None))
 _IMPLEMENTATIONS: dict[str, Callable[..., None]] = {
     "reference": reference.tree_attention,
     "native": native.tree_attention,
+    "triton": LazyTriton("tree_attention"),
 }
 
 
@@ -95,7 +96,7 @@ def tree_attention(
         window: a node at position ``p = S + depth`` sees only keys at positions greater than ``p - window``; a node's
             depth is the number of set bits of its mask row less one. None for no limit.
         return_lse: return the log-sum-exp of the scores too, so that partial attentions can be merged.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
         out: written and returned in place of a new tensor; as ``q``. With ``return_lse`` it may be the pair
             ``(out, lse)``.
 
