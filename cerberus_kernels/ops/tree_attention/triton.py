@@ -54,14 +54,15 @@ def tree_attention(
     if spans > 1:
         parts = torch.empty(spans, *q.shape, dtype=torch.float32, device=q.device)
         moments = torch.empty(spans, *lse.shape, 2, dtype=torch.float32, device=q.device)
-    paged = block_table is not None
+    table_stride = 0 if block_table is None else block_table.stride(0)
     _attention_kernel[(spans, tiles, batch * kv_heads)](
         q, k_cache, v_cache, mask, prefix_lens, block_table, num_nodes, parts, moments,
         nodes, kv_heads, scale, softcap, window, span,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        mask.stride(0) if mask.ndim == 3 else 0, mask.stride(-2), block_table.stride(0) if paged else 0,
+        mask.stride(0) if mask.ndim == 3 else 0, mask.stride(-2), table_stride,
         *parts.stride()[:4], *moments.stride()[:4],
-        **constants, GROUP=q_heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size if paged else 1, PAGED=paged,
+        **constants, GROUP=q_heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=1 if block_table is None else block_size,
+        PAGED=block_table is not None,
         HAS_COUNTS=num_nodes is not None, HAS_SOFTCAP=softcap > 0, HAS_WINDOW=window > 0, SPLIT=spans > 1,
         INTERPRETED=q.device.type == "cpu", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -77,9 +78,9 @@ def launch_parameters(nodes: int, group: int, head_dim: int, dtype: torch.dtype)
     """Tile sizes, warps and stages by shape.
 
     16 rows is the least that matrix instructions take, and plain decoding needs no more; 64 rows of up to 128 columns
-    keep their sums in the registers of four or eight warps, and longer ones are fewer. fp32 has no matrix instruction of
-    full precision everywhere, and its products by multiply-adds want smaller tiles. Keys come by 64, or 32 where a row
-    of them is long, so that two or three stages of keys and values fit the shared memory of every target.
+    keep their sums in the registers of four or eight warps, and longer ones are fewer. fp32 has no matrix instruction
+    of full precision everywhere, and its products by multiply-adds want smaller tiles. Keys come by 64, or 32 where a
+    row of them is long, so that two or three stages of keys and values fit the shared memory of every target.
     """
     width = max(16, triton.next_power_of_2(head_dim))
     full = dtype == torch.float32
