@@ -124,7 +124,7 @@ def test_threshold_per_request(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "width", "inner"), [(1, 1, 1), (2, 576, 64), (5, 33, 7), (3, 100, 1)])
+@pytest.mark.parametrize(("batch", "width", "inner"), [(1, 1, 1), (2, 576, 20), (5, 33, 7), (3, 100, 1)])
 def test_learned_probability(backend, dtype, weight_dtype, batch, width, inner):
     hidden, weights = (4 * torch.randn(batch, width)).to(dtype), make_weights(width, inner, weight_dtype)
     score, is_open = ck.gate(hidden, kind="learned", weights=weights, threshold=0.5, backend=backend)

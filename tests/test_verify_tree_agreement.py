@@ -45,7 +45,7 @@ def test_triton_agrees_with_reference(interpreter, vocab_size, scheme):
     """Each vocabulary with another tree and dtype; the greatest is more than a chunk."""
     index = (3, 32, 33, 1000, 32003).index(vocab_size)
     parents = random_parents((65, 33, 257, 31, 9)[index], seed=index)
-    logits, drafts = random_case(1 if vocab_size > 1000 else 2, parents, vocab_size, FLOATS[index % 3], seed=index)
+    logits, drafts = random_case(1, parents, vocab_size, FLOATS[index % 3], seed=index)
     keywords = {**way(scheme, logits, parents, FLOATS[index % 3]), "seed": index, "position": 2**33 + index}
     expected = ck.verify_tree(logits, drafts, int32(parents), backend="reference", **keywords)
     assert_same(ck.verify_tree(logits, drafts, int32(parents), backend="triton", **keywords), expected)
@@ -82,8 +82,8 @@ def test_triton_agrees_with_reference_under_filters(interpreter, filters):
     parents = random_parents(7, seed=index)
     for turn, vocab_size in enumerate((7, 3001)):
         scheme, dtype = SCHEMES[1:][(index + turn) % 4], FLOATS[index % 3]
-        logits, drafts = random_case(2, parents, vocab_size, dtype, seed=vocab_size)
-        keywords = {**way(scheme, logits, parents, dtype), "seed": torch.arange(2), "position": 17, **filters}
+        logits, drafts = random_case(1, parents, vocab_size, dtype, seed=vocab_size)
+        keywords = {**way(scheme, logits, parents, dtype), "seed": torch.arange(1), "position": 17, **filters}
         expected = ck.verify_tree(logits, drafts, int32(parents), backend="reference", **keywords)
         assert_same(ck.verify_tree(logits, drafts, int32(parents), backend="triton", **keywords), expected)
 
@@ -129,7 +129,7 @@ def test_requests_of_every_kind_in_one_batch(backend, dtype):
     call = mixed_call(requests, random_parents(12, seed=8), 611, dtype)
     expected = ck.verify_tree(**call, backend=backend)
     assert len(set(call["mode"].tolist())) == 4 and expected.num_accepted.max() >= some(backend, 2, 1)
-    order = torch.randperm(requests)
+    order = torch.randperm(requests)[: some(backend, requests, 3)]
     for field, permuted in zip(expected, ck.verify_tree(**only(call, order), backend=backend), strict=True):
         assert torch.equal(field[order], permuted)
     for b in range(some(backend, requests, 1)):

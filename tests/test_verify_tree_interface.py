@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from verify_cases import MODES, int32
+from verify_cases import MODES, int32, some
 
 import cerberus_kernels as ck
 from cerberus_kernels.testing import T5
@@ -235,6 +235,7 @@ def test_numbers_and_tensors_of_numbers_mean_the_same(backend, mode):
     if mode == "rejection":
         given.update(drafting="iid", draft_probs=torch.rand(2, 5, 33))
     scalars = call(mode=mode, **given, **numbers, **counts)
-    for code in (int32([MODES.index(mode)] * 2), torch.tensor([MODES.index(mode)] * 2, dtype=torch.uint8), [mode] * 2):
+    codes = int32([MODES.index(mode)] * 2)
+    for code in (codes, codes.to(torch.uint8), [mode] * 2)[: some(backend, 3, 1)]:
         rows = call(mode=code, **given, **tensors)
         assert all(torch.equal(a, b) for a, b in zip(scalars, rows, strict=True))

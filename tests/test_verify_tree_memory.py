@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from verify_cases import MODES, assert_same, int32, one_hot_rows, random_case, rule
+from verify_cases import MODES, assert_same, expecting, int32, one_hot_rows, random_case, rule, some
 
 import cerberus_kernels as ck
 from cerberus_kernels.ops.verify_tree.parameters import DEFAULTS
@@ -59,7 +59,7 @@ def test_dense_padded_and_ragged_forms_agree(backend, mode):
     solo = [
         ck.verify_tree(
             logits, drafts, int32(tree), seed=int(seeds[b]), position=int(positions[b]), max_depth=9, **rules[b],
-            backend=backend,
+            backend=expecting(backend),
         )
         for b, ((logits, drafts), tree) in enumerate(zip(cases, trees, strict=True))
     ]  # fmt: skip
@@ -85,14 +85,15 @@ def test_dense_padded_and_ragged_forms_agree(backend, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_strided_rows_and_broadcast_trees(backend, mode):
-    logits, drafts = random_case(3, list(T5), 50, torch.bfloat16)
-    wide = torch.full((3, 5, 2, 64), NAN, dtype=torch.bfloat16)
+    batch = some(backend, 3, 2)
+    logits, drafts = random_case(batch, list(T5), 50, torch.bfloat16)
+    wide = torch.full((batch, 5, 2, 64), NAN, dtype=torch.bfloat16)
     wide[:, :, 1, 3:53] = logits
-    wide_drafts = torch.full((3, 9), 77)
+    wide_drafts = torch.full((batch, 9), 77)
     wide_drafts[:, 2:7] = drafts
     keys = {**rule(mode, drafts, 50), "backend": backend}
-    expected = ck.verify_tree(logits, drafts, int32(T5), **keys)
-    trees = int32(T5).expand(3, 5)
+    expected = ck.verify_tree(logits, drafts, int32(T5), **{**keys, "backend": expecting(backend)})
+    trees = int32(T5).expand(batch, 5)
     assert_same(ck.verify_tree(wide[:, :, 1, 3:53], wide_drafts[:, 2:7], trees, **keys), expected)
     turned = logits.transpose(0, 1).contiguous().transpose(0, 1)  # requests innermost
     assert_same(ck.verify_tree(turned, drafts, trees, **keys), expected)
@@ -110,7 +111,7 @@ def test_one_tree_with_a_count_per_request(backend):
 def test_out_is_filled_and_its_surroundings_are_not(backend, mode):
     logits, drafts = random_case(2, list(T5), 50, torch.float32)
     keys = {**rule(mode, drafts, 50), "backend": backend}
-    expected = ck.verify_tree(logits, drafts, int32(T5), **keys)
+    expected = ck.verify_tree(logits, drafts, int32(T5), **{**keys, "backend": expecting(backend)})
     memory = [torch.full((4, *field.shape[1:]), 99, dtype=field.dtype) for field in expected]
     out = ck.Verdict(*(field[1:3] for field in memory))
     assert ck.verify_tree(logits, drafts, int32(T5), **keys, out=out) is out

@@ -15,6 +15,11 @@ def some(backend: str, count: int, few: int) -> int:
     return few if backend == "triton" else count
 
 
+def expecting(backend: str) -> str:
+    """The backend that says what another call of ``backend`` must give: itself, unless it is the interpreter."""
+    return "native" if backend == "triton" else backend
+
+
 def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

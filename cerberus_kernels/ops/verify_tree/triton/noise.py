@@ -23,17 +23,17 @@ def philox4x32(index, kind, seed, position):
     factor1 = tl.full((), 0xCD9E8D57, tl.uint32)
     weyl0 = tl.full((), 0x9E3779B9, tl.uint32)
     weyl1 = tl.full((), 0xBB67AE85, tl.uint32)
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(10):  # wraps at 32 bits, which is no overflow to report
         high0 = tl.umulhi(c0, factor0)
-        low0 = c0 * factor0
+        low0 = tl.mul(c0, factor0, sanitize_overflow=False)
         high1 = tl.umulhi(c2, factor1)
-        low1 = c2 * factor1
+        low1 = tl.mul(c2, factor1, sanitize_overflow=False)
         c0 = high1 ^ c1 ^ key0
         c1 = low1
         c2 = high0 ^ c3 ^ key1
         c3 = low0
-        key0 = key0 + weyl0
-        key1 = key1 + weyl1
+        key0 = tl.add(key0, weyl0, sanitize_overflow=False)
+        key1 = tl.add(key1, weyl1, sanitize_overflow=False)
     return c0, c1, c2, c3
 
 
