@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import REFUSED, Operator
+from ..._dispatch import REFUSED, LazyTriton, Operator
 from . import native, reference
 
 
@@ -38,7 +38,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
 _operator = Operator(
     "head_states",
     '(Tensor hidden, Tensor weight, Tensor bias, Tensor? root_embedding=None, *, str backend="auto") -> Tensor',
-    {"reference": _contiguous, "native": native.head_states},
+    {"reference": _contiguous, "native": native.head_states, "triton": LazyTriton("head_states")},
     _fake,
 )
 _operator.differentiate(_backward, _save)
@@ -73,7 +73,7 @@ def head_states(
         bias: ``[L, K, H]``.
         root_embedding: ``[B, H]``, embedding of the newest token, brought to the magnitude of ``hidden`` by the caller;
             only for linked weights.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
 
     Returns:
         ``[B, K, H]`` in the dtype of ``hidden``; differentiable with respect to all four tensors, once.

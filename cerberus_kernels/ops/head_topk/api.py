@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._checks import FLOATS, check_integer, check_tensor, refuse
-from ..._dispatch import REFUSED, Operator
+from ..._dispatch import REFUSED, LazyTriton, Operator
 from . import native, reference
 
 
@@ -46,7 +46,7 @@ _operator = Operator(
     "head_topk",
     "(Tensor states, Tensor vocab_weight, int k, int vocab_size, Tensor? token_map=None, *, "
     'str backend="auto") -> (Tensor, Tensor, Tensor)',
-    {"reference": reference.head_topk, "native": native.head_topk},
+    {"reference": reference.head_topk, "native": native.head_topk, "triton": LazyTriton("head_topk")},
     _fake,
 )
 
@@ -74,7 +74,7 @@ def head_topk(
         token_map: int32 ``[V]`` for a trimmed draft vocabulary: the token that row ``v`` of the weight stands for.
         vocab_size: rows of the weight in use; by default the length of ``token_map``, else ``V'``. Rows past it are
             never read.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``, which gives up to 1024 candidates.
 
     Returns:
         :class:`Candidates` ``(tokens int32 [.., k], log_probs fp32 [.., k], lse fp32 [..])``. A row whose

@@ -12,8 +12,10 @@ import torch
 
 import cerberus_kernels as ck
 
+from ..context import ContextMatcher
+from ..cost_tree import CONTEXT_DEPTH
 from ..drafting import MOST_CERTAIN
-from .shards import read_shard, repeated
+from .shards import read_columns, read_shard, repeated
 from .trainer import IGNORED, Trainer, chosen_sequences, make_batch
 
 GATE_TREE_SIZES = (4, 8, 16, 32, 63)
@@ -147,3 +149,37 @@ def gate_calibration(found: HeldOut, choices: list[tuple[int, ...]]) -> dict[str
         means = [accepted[bins == b].mean().item() for b in range(GATE_BINS)]
         table[str(size)] = [round(mean, 4) for mean in means]
     return {"edges": [round(edge, 4) for edge in edges.tolist()], "accepted": table}
+
+
+def context_agreement(shards: list[Path], longest: int = 14) -> list[tuple[float, int]]:
+    """How often a greedy answer goes on as it did the last time, by the length of the run that agrees.
+
+    Args:
+        shards: training text; answers at other temperatures are left out.
+        longest: length that stands for itself and all above.
+
+    Returns:
+        Share and number of tokens for every length from 1 on; the shares are
+        :data:`cerberus_decode.context.AGREEMENT`.
+    """
+    right, counted = [0] * (longest + 1), [0] * (longest + 1)
+    for path in shards:
+        shard = read_columns(path, ("tokens", "offsets", "answer_start", "temperature"))
+        tokens, offsets = shard["tokens"].to(torch.int64).tolist(), shard["offsets"].tolist()
+        columns = zip(shard["answer_start"].tolist(), shard["temperature"].tolist(), strict=True)
+        for index, (start, temperature) in enumerate(columns):
+            text = tokens[offsets[index] : offsets[index + 1]]
+            if temperature > 0:
+                continue
+            matcher = ContextMatcher()
+            matcher.extend(text[:start])
+            for place in range(start, len(text) - 1):
+                matcher.extend([text[place]])
+                for length, chain in matcher.matches(CONTEXT_DEPTH):
+                    for step, (guess, token) in enumerate(zip(chain, text[place + 1 :], strict=False)):
+                        bucket = min(length + step, longest)
+                        counted[bucket] += 1
+                        right[bucket] += guess == token
+                        if guess != token:
+                            break
+    return [(right[n] / max(1, counted[n]), counted[n]) for n in range(1, longest + 1)]
