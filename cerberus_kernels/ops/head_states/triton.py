@@ -21,11 +21,13 @@ def head_states(
     """hidden [B, H], weight [L, K, H, 2H] or [L, K, H, H], bias [L, K, H], root_embedding [B, H] -> [B, K, H]."""
     batch, width = hidden.shape
     blocks, heads = weight.shape[:2]
-    result = torch.empty(batch, heads, width, dtype=hidden.dtype, device=hidden.device)
+    on_cpu = hidden.device.type == "cpu"  # the interpreter cuts bfloat16 off where it should round
+    dtype = torch.float32 if on_cpu else hidden.dtype
+    result = torch.empty(batch, heads, width, dtype=dtype, device=hidden.device)
     if blocks == 0:
-        return result.copy_(hidden.unsqueeze(1).expand_as(result))
+        return hidden.unsqueeze(1).repeat(1, heads, 1)
     if result.numel() == 0:
-        return result
+        return result.to(hidden.dtype)
     constants, num_warps, num_stages = launch_parameters(batch, hidden.dtype, weight.dtype)
     link = hidden if root_embedding is None else root_embedding
     between = torch.empty(min(2, blocks - 1), batch, heads, width, dtype=torch.float32, device=hidden.device)
@@ -37,11 +39,11 @@ def head_states(
             states[0], link, weight[block], bias[block], target, batch, width,
             states[1], states[2], link.stride(0), weight.stride(1), weight.stride(2), bias.stride(1), bias.stride(2),
             heads * width, width,
-            **constants, LINKED=weight.shape[3] != width, INTERPRETED=hidden.device.type == "cpu",
+            **constants, LINKED=weight.shape[3] != width, INTERPRETED=on_cpu,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         states = (target, heads * width, width)
-    return result
+    return result.to(hidden.dtype)
 
 
 def launch_parameters(batch: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple[dict[str, object], int, int]:
@@ -54,7 +56,8 @@ def launch_parameters(batch: int, dtype: torch.dtype, weight_dtype: torch.dtype)
     full = torch.float32 in (dtype, weight_dtype)
     rows = 16 if full else max(16, min(64, triton.next_power_of_2(batch)))
     constants: dict[str, object] = {"ROWS": rows, "COLUMNS": 32, "DEPTH": 64 if full else 128, "FULL": full}
-    return constants, 4, 2 if full else 3
+    stages = 2 if full or torch.version.hip else 3  # 64 KiB of shared memory on gfx942
+    return constants, 4, stages
 
 
 @triton.jit
@@ -84,16 +87,18 @@ def _block_kernel(
         product += _product(x, w, FULL, INTERPRETED)
     if LINKED:
         # Both places are loaded under masks of which one is empty: pointers of different types cannot be chosen from.
+        left_width = tl.where(head > 0, width, 0)
         left = states + row[:, None] * states_stride + (head - 1) * states_head_stride
         for first in range(0, width, DEPTH):
             depth = first + tl.arange(0, DEPTH)
-            there = inside[:, None] & (depth[None, :] < width)
-            x = tl.load(left + depth[None, :], mask=there & (head > 0), other=0.0).to(tl.float32)
-            c = tl.load(link + row[:, None] * link_stride + depth[None, :], mask=there & (head == 0), other=0.0)
+            on_left = inside[:, None] & (depth[None, :] < left_width)
+            in_link = inside[:, None] & (depth[None, :] < width - left_width)
+            x = tl.load(left + depth[None, :], mask=on_left, other=0.0).to(tl.float32)
+            c = tl.load(link + row[:, None] * link_stride + depth[None, :], mask=in_link, other=0.0).to(tl.float32)
             w = tl.load(
                 weight + width + depth[None, :], mask=(column[:, None] < width) & (depth[None, :] < width), other=0.0
             )
-            product += _product(tl.where(head > 0, x, c.to(tl.float32)), w, FULL, INTERPRETED)
+            product += _product(x + c, w, FULL, INTERPRETED)
     kept = inside[:, None] & (column[None, :] < width)
     product += tl.load(bias + head * bias_head_stride + column * bias_stride, mask=column < width, other=0.0).to(
         tl.float32

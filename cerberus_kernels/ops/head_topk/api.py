@@ -74,7 +74,7 @@ def head_topk(
         token_map: int32 ``[V]`` for a trimmed draft vocabulary: the token that row ``v`` of the weight stands for.
         vocab_size: rows of the weight in use; by default the length of ``token_map``, else ``V'``. Rows past it are
             never read.
-        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``, which gives up to 1024 candidates.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``, which gives up to 2048 candidates.
 
     Returns:
         :class:`Candidates` ``(tokens int32 [.., k], log_probs fp32 [.., k], lse fp32 [..])``. A row whose

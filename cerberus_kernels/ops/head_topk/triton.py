@@ -13,10 +13,8 @@ import triton.language as tl
 
 from ..._checks import refuse
 
-MOST_CANDIDATES = 1024  # past it, sorting all logits is the better way
+MOST_CANDIDATES = 2048  # past it, sorting all logits is the better way
 MERGED_KEYS = 4096  # of a merging program
-LEAST_KEY = tl.constexpr(-(2**63))
-LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 def head_topk(
@@ -77,15 +75,15 @@ def launch_parameters(rows: int, dtype: torch.dtype) -> tuple[dict[str, int], in
 def _ordered(value, column):
     """int64 that orders like the fp32 value, then by the lower column."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    signed = bits ^ ((bits >> 31) & LOW_BITS)
-    return (signed.to(tl.int64) << 32) | (LOW_BITS - column).to(tl.int64)
+    signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (signed.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
 
 
 @triton.jit
 def _value(key):
     """The fp32 value of such an integer."""
     signed = (key >> 32).to(tl.int32)
-    return (signed ^ ((signed >> 31) & LOW_BITS)).to(tl.float32, bitcast=True)
+    return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,12 +117,12 @@ def _tile_kernel(
     at = (row.to(tl.int64) * tiles + tile) * 2
     tl.store(moments + at, best, mask=inside)
     tl.store(moments + at + 1, total, mask=inside)
-    left = tl.where(used, _ordered(logits, column[None, :]), LEAST_KEY)
+    left = tl.where(used, _ordered(logits, column[None, :]), -0x8000000000000000)
     keys += row.to(tl.int64) * tiles * per_tile + tile * per_tile
     for rank in range(0, per_tile):
         top = tl.max(left, 1)
         tl.store(keys + rank, top, mask=inside)
-        left = tl.where(left == top[:, None], LEAST_KEY, left)
+        left = tl.where(left == top[:, None], -0x8000000000000000, left)
 
 
 @triton.jit
@@ -133,12 +131,12 @@ def _merge_kernel(keys, merged, given, made, kept, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     place = group * BLOCK + tl.arange(0, BLOCK)
-    left = tl.load(keys + row * given + place, mask=place < given, other=LEAST_KEY)
+    left = tl.load(keys + row * given + place, mask=place < given, other=-0x8000000000000000)
     merged += row * made + group * kept
     for rank in range(0, kept):
         top = tl.max(left, 0)
         tl.store(merged + rank, top)
-        left = tl.where(left == top, LEAST_KEY, left)
+        left = tl.where(left == top, -0x8000000000000000, left)
 
 
 @triton.jit
@@ -170,7 +168,7 @@ def _finish_kernel(
     rank = tl.arange(0, CANDIDATES)
     kept = rank < k
     key = tl.load(keys + row * k + rank, mask=kept, other=0)
-    column = tl.where(usable, LOW_BITS - (key & LOW_BITS).to(tl.int32), rank)
+    column = tl.where(usable, 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32), rank)
     value = tl.where(usable, _value(key) - whole, nan)
     if HAS_MAP:
         column = tl.load(token_map + column, mask=kept, other=0)
