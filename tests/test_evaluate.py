@@ -19,7 +19,7 @@ def test_calibration_finds_the_line_that_made_the_hits():
     """Hits drawn with exp(0.3 + 0.8 log p) give that line back; a second head is judged where the first was right."""
     generator = torch.Generator().manual_seed(0)
     count = 60_000
-    shares = torch.rand(count, 2, generator=generator) * 0.5
+    shares = torch.rand(count, 2, generator=generator) * 0.25  # two chances that sum to less than 1
     log_probs = shares.clamp_min(1e-3).log().unsqueeze(1).repeat(1, 2, 1)  # [T, 2, 2]
     chance = (0.3 + 0.8 * log_probs[:, 0]).exp()
     draw = torch.rand(count, 1, generator=generator)
