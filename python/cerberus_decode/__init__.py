@@ -17,6 +17,7 @@ _HOMES = {
     "Adapter": "adapter",
     "AutoRegressive": "policy",
     "CostTable": "costs",
+    "CostTree": "cost_tree",
     "Decoder": "decode",
     "DraftHeads": "heads",
     "FixedTree": "policy",
@@ -35,6 +36,7 @@ __all__ = [
     "Adapter",
     "AutoRegressive",
     "CostTable",
+    "CostTree",
     "Decoder",
     "DraftHeads",
     "FixedTree",
@@ -53,6 +55,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .adapter import Adapter, ModelUnsupported
     from .cache import KVCache
+    from .cost_tree import CostTree
     from .costs import CostTable
     from .decode import Decoder, Generation, Result, Step
     from .heads import DraftHeads, HeadsConfig

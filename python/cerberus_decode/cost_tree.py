@@ -70,6 +70,9 @@ class CostTree(Policy):
     Args:
         size: drafts in a tree at most.
         context: whether the text so far is a source, beside the heads or alone.
+        costs: this machine's; these three are filled in by :meth:`resolve`.
+        calibration: from the heads' configuration.
+        head_gains: from the heads' configuration and the costs.
     """
 
     size: int = 48
