@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..._checks import FLOATS, check_tensor, refuse
-from ..._dispatch import Operator
+from ..._dispatch import LazyTriton, Operator
 from . import native, reference
 
 INTEGERS = (torch.int64, torch.int32)
@@ -62,7 +62,7 @@ _operator = Operator(
     "(Tensor states, Tensor vocab_weight, Tensor targets, Tensor? teacher_logits, Tensor? teacher_states, "
     "Tensor? teacher_index, Tensor? head_weights, float soft_weight, int chunk_tokens, bool needs_states, "
     'bool needs_vocab_weight, *, str backend="auto") -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
-    {"reference": reference.loss_and_gradients, "native": native.head_loss},
+    {"reference": reference.loss_and_gradients, "native": native.head_loss, "triton": LazyTriton("head_loss")},
     _fake,
 )
 _operator.differentiate(_backward, _save)
@@ -145,7 +145,7 @@ def head_loss(
         chunk_tokens: positions per chunk, by default as many as keep its logits within 64 MiB.
         return_correct: also count, per head, how many targets were the first maximum of their row; in a row with NaN
             none is.
-        backend: ``"auto"``, ``"reference"`` or ``"native"``.
+        backend: ``"auto"``, ``"reference"``, ``"native"`` or ``"triton"``.
 
     Returns:
         fp32 scalar, differentiable once with respect to states and vocab_weight; 0 when every row is ignored. With
