@@ -9,7 +9,7 @@ PACKAGE := pyproject.toml setup.py CMakeLists.txt $(NATIVE)
 RESULTS := .benchmarks/results.json
 QUICK_BENCH := --quick --benchmark-only
 
-.PHONY: help build lint format test sanitize emulate-avx512 bench bench-quick bench-report demo clean distclean
+.PHONY: help build lint format test sanitize emulate-avx512 machine-code bench bench-quick bench-report demo clean distclean
 
 help:
 	@echo "make build        compile and install into .venv"
@@ -17,6 +17,7 @@ help:
 	@echo "make test         run the tests"
 	@echo "make sanitize     run the operators' tests on a build that stops at bad memory accesses"
 	@echo "make emulate-avx512  run the AVX-512 level in an emulated processor"
+	@echo "make machine-code compile every GPU kernel for every target and compare with docs/machine_code.json"
 	@echo "make lint         check style and types; make format fixes the style"
 	@echo "make bench        time every operator against its reference; bench-quick only runs each once,"
 	@echo "                  bench-report writes docs/performance.md from the last run of bench"
@@ -70,6 +71,9 @@ sanitize: $(VENV)/dev.stamp
 # Not in the virtual environment: it needs packages of the system, which its head lists.
 emulate-avx512:
 	tests/emulate_avx512.sh
+
+machine-code: $(VENV)/dev.stamp
+	$(BIN)/python -W ignore -m cerberus_kernels.testing.machine_code --check
 
 demo: $(VENV)/decode.stamp
 	$(BIN)/cerberus generate "Explain in three sentences why the sky is blue." --max-new-tokens 96

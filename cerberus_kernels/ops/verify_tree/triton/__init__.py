@@ -94,6 +94,7 @@ def unchecked_verify_tree(
         0 if draft_probs is None else draft_probs.stride(-2),
         MODE=int(mode), DRAFTING=drafting, SELECTS=_selects(scalars, rows), **constants, num_warps=num_warps,
         enable_fp_fusion=False,  # noise as the CPU's to the bit
+        **({} if torch.version.hip else {"maxnreg": 128}),  # all that 512 threads can have; left alone sm_80 takes half
     )  # fmt: skip
 
 
