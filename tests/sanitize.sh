@@ -28,7 +28,7 @@ if [ $# -eq 0 ]; then
 fi
 # The process is python's, so both runtimes must be in it before anything else: without libstdc++ in the beginning,
 # AddressSanitizer has no exceptions to pass on. Python leaks by design. Captured output would be lost with the process.
-export CERBERUS_LIBRARY=$PWD/$build/libcerberus_ffi.so
+export CERBERUS_LIBRARY=$PWD/$build/libcerberus_ffi.so CERBERUS_TEST_BACKENDS=native
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
   exec "$python" -m pytest --capture=sys "$@"

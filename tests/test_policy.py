@@ -124,7 +124,7 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
     path.write_text(path.read_text()[:20])
     cost_table(adapter, report=lines.append)
     assert len(lines) == 2
-    assert json.loads(path.read_text())["draft_s"] == 0
+    assert set(json.loads(path.read_text())) == {"1", "2", "4"}
     decoder = Decoder(adapter, random_heads())
     assert decoder.costs().draft_s > 0
     assert len(list(tmp_path.glob("costs/*"))) == 2

@@ -116,7 +116,8 @@ def measure_forward(adapter: Adapter) -> dict[int, float]:
 def measure_drafting(adapter: Adapter, heads: Any) -> float:
     """Least seconds of the heads' proposal after a step that kept two tokens; every round follows a forward pass."""
     prompt, cache, hidden = _begun(adapter)
-    layout, tokens = TreeLayout(_two_deep(8), adapter.device), prompt[:, :8].to(torch.int32)
+    nodes = min(8, max(NODE_COUNTS))
+    layout, tokens = TreeLayout(_two_deep(nodes), adapter.device), prompt[:, :nodes].to(torch.int32)
     times = []
     for _ in range(1 + ROUNDS):
         _step(adapter, tokens, layout, cache)
