@@ -13,6 +13,7 @@ import cerberus_kernels as ck
 from cerberus_kernels._checks import refuse
 
 from .costs import CostTable
+from .drafting import best_count
 from .layout import Choice, best_first
 
 
@@ -157,13 +158,7 @@ def best_size(gains: Sequence[float], costs: CostTable) -> int:
         >>> best_size([0.5, 0.25, 0.01], CostTable({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}))
         2
     """
-    best, best_rate, tokens = 0, 1.0 / costs.step(0), 1.0
-    for size, gain in enumerate(gains, start=1):
-        tokens += gain
-        rate = tokens / costs.step(size)
-        if rate > best_rate:
-            best, best_rate = size, rate
-    return best
+    return best_count(gains, costs.step)
 
 
 def best_threshold(calibration: dict[str, Any], size: int, costs: CostTable) -> float:
