@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CPU library and its binding with AddressSanitizer and UndefinedBehaviorSanitizer, as a second build beside
-# the installed one, and runs the operators' tests on it. Arguments, if any, replace the default choice of tests.
+# the installed one, and runs the operators' tests on it. Arguments, if any, replace the default choice of tests; --build
+# alone only builds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -18,6 +19,7 @@ cmake -S . -B $build -G Ninja -DCERBERUS_SANITIZE=ON -DCERBERUS_EMULATE_TILES=ON
   -Dtvm_ffi_DIR="$("$python" -m tvm_ffi.config --cmakedir)" -DCERBERUS_SOURCE_HASH="$source_hash" \
   -DCERBERUS_PYTHON_DESTINATION=lib
 cmake --build $build
+test "${1:-}" = --build && exit
 
 if [ $# -eq 0 ]; then
   set -- -q tests/test_sanitize.py tests/test_verify_tree_agreement.py tests/test_verify_tree_memory.py \
